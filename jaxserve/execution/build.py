@@ -45,10 +45,7 @@ from sharding import ProcessGroup, StagePlan
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSpec:
-    """The model, options, probe and drafter from which executors are built.
-
-    `check_drafter` has accepted the drafter. `takes_masks` includes grammars in the warm-up.
-    """
+    """The model, options, probe and drafter (see `check_drafter`) that executors are built from."""
 
     graphdef: nnx.GraphDef
     model_config: Any
@@ -264,11 +261,7 @@ def _build_stages(
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """Return the size of the executor's pool after a resize to `kv_bytes`.
-
-    Raises DeviceMemoryError if the pool would not fit, and InvalidConfigError if the model has no
-    keys and values.
-    """
+    """Return the pool's size after a resize; raise DeviceMemoryError if it does not fit."""
     if not size.page_bytes:
         raise InvalidConfigError(
             f"a page pool of {kv_bytes:,} bytes for a model without attention, which has no keys "

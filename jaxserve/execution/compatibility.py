@@ -22,10 +22,7 @@ from sharding.shards import TENSOR
 def check_adapters(
     model_config: Any, options: RuntimeOptions, params: Any, *, has_mesh: bool, is_quantised: bool
 ) -> None:
-    """Raise InvalidConfigError if the options ask for adapters that the model does not support.
-
-    `has_mesh` says whether a mesh, stages or device groups were given.
-    """
+    """Raise InvalidConfigError if the options ask for adapters that the model does not support."""
     if not options.max_adapters:
         return
     has_mesh = has_mesh or Placement.like(jax.tree.leaves(params)[0].sharding).mesh is not None
@@ -146,10 +143,7 @@ def check_deterministic(
     params: Any,
     stages: StagePlan | None = None,
 ) -> None:
-    """Raise InvalidConfigError with every reason for which results may depend on the batch.
-
-    Without the option it checks nothing.
-    """
+    """If the options ask for determinism, raise InvalidConfigError with every reason against it."""
     if not options.deterministic:
         return
     found = _obstacles(model_config, options, graphdef, params, stages)

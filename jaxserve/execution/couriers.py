@@ -64,10 +64,7 @@ class Cut:
 
 @final
 class TakenPages:
-    """At most `PAGES_A_CALL` pages, gathered in the parts of the target group.
-
-    `parts` has, for each kind of array, its parts, with a copy on every device of the group.
-    """
+    """At most `PAGES_A_CALL` gathered pages: for each kind of array, the target group's parts."""
 
     def __init__(self, pages: Sequence[int], parts: Sequence[Sequence[jax.Array]]):
         self.pages = tuple(pages)
@@ -86,10 +83,7 @@ class TakenPages:
             leaf.copy_to_host_async()
 
     def on_host(self) -> list[list[np.ndarray]]:
-        """Wait for the pages; return the arrays of each part.
-
-        Raises jax.errors.JaxRuntimeError if the devices have failed.
-        """
+        """Wait for the pages; return the arrays of each part, or raise JAX's JaxRuntimeError."""
         return [list(map(np.asarray, part)) for part in zip(*self._kinds, strict=True)]
 
 

@@ -348,10 +348,7 @@ class DeviceExecutor:
         tapped: jax.Array | None,
         variant: Variant,
     ) -> tuple[SlotState, Outputs]:
-        """Choose a token for each row in `sampling`; return the slots with them, and the outputs.
-
-        These rows of the plan come first in the batch.
-        """
+        """Choose a token for the plan's rows `sampling`, which come first in the batch."""
         has_masks = plan.masks is not None
         rows = [plan.rows[i] for i in sampling]
         index = sampling_slots(self._programs.config, rows, variant, has_masks=has_masks)
@@ -451,10 +448,7 @@ def verifying_arguments(
     *,
     has_masks: bool,
 ) -> tuple[ChoosingRows, Any]:
-    """Wait for the masks; return the rows of a verifying head, and the masks.
-
-    `has_masks` says whether `head_sizes` are those of steps with masks.
-    """
+    """Wait for the masks; return the rows of a verifying head, and the masks."""
     config = programs.config
     order = [i for i in sampling for _ in in_places(plan.rows[i])]
     num_rows = bucket(len(order), head_sizes(config, variant, has_masks=has_masks))
@@ -466,9 +460,7 @@ def verifying_arguments(
 
 @final
 class DeviceWarmup:
-    """Compiles every executable of a configuration from the shapes of its arguments.
-
-    It holds no array of the executor, so that it can run during steps.
+    """Compiles every executable from shapes; without arrays, so that it can run during steps.
     """
 
     def __init__(
@@ -501,10 +493,7 @@ class DeviceWarmup:
         return len(list(self._first()))
 
     def behind(self, on_end: Callable[[], None]) -> Preparation:
-        """Compile the executables on other threads, in the order of `steps`, then call `on_end`.
-
-        `Preparation.has_first` says whether the executables of a single request exist.
-        """
+        """Compile the executables on other threads, in the order of `steps`, then call `on_end`."""
         first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
         return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
 

@@ -134,10 +134,7 @@ class DeviceSlots:
         return list(prepare.items())
 
     def relocate(self, targets: np.ndarray) -> None:
-        """Rewrite page tables after pages were moved.
-
-        `targets`, int32 [old pages], has the new id of each page.
-        """
+        """Rewrite page tables after page i was moved to `targets[i]`, int32 [old pages]."""
         tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
         self.state = replace(self.state, page_table=tables)
 

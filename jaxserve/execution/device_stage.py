@@ -105,10 +105,7 @@ class DeviceStage:
     def mixed(
         self, batch: MixedBatch, inputs: jax.Array | None, incoming: IncomingPages | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return this stage's output for every token, [T, E], and for every row, [S, E].
-
-        Each layer has the `incoming` pages from the host before its attention.
-        """
+        """Return this stage's output for every token, [T, E], and for every row, [S, E]."""
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
@@ -173,10 +170,7 @@ class DeviceStage:
         variant: Variant,
         masks: Any = None,
     ) -> tuple[Outputs, Chosen]:
-        """Sample with `heads.stage_head`.
-
-        This method and `propose`, `choose` and `verify` are for the last stage only.
-        """
+        """Sample on the last stage, which alone may also `propose`, `choose` and `verify`."""
         with_masks = () if masks is None else (masks,)
         with self.programs.place.in_force():
             self.slots.state, outputs, chosen = self.programs.stage.head(

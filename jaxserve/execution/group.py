@@ -369,10 +369,7 @@ class ParamsUpdated:
 
 
 class GroupExecutor(abc.ABC):
-    """This process's executor in a group, which implements `ModelExecutor` and `GroupRole`.
-
-    `close` closes the given executor too. `share` is None with one device group.
-    """
+    """This process's executor in a group, a `ModelExecutor` and `GroupRole`; it owns `executor`."""
 
     def __init__(
         self, executor: DeviceExecutor, group: ProcessGroup, share: GroupShare | None = None

@@ -31,8 +31,7 @@ class PromptPart:
     ) -> Self:
         """Return the part of the rows that return prompt log-probabilities.
 
-        `rows` are the rows of the step in order, each with its index in the plan; `starts` has the
-        index of each row's first token.
+        `rows` have their indices in the plan, and `starts` the index of each row's first token.
         """
         spans = {
             i: slice(start, start + row.num_tokens)

@@ -99,10 +99,7 @@ def _with_heads(pages: jax.Array, num_heads: int) -> jax.Array:
 @final
 @dataclass
 class Parcel:
-    """At most `PAGES_A_CALL` pages in transit to the target's devices; a dropped one has no id.
-
-    For each cache of the target, `pieces` has the pieces that make up its layers, in order.
-    """
+    """At most `PAGES_A_CALL` pages in transit to the target's devices; a dropped one has no id."""
 
     pages: list[int | None]
     pieces: tuple[tuple[Arrays, ...], ...]
@@ -207,10 +204,7 @@ class Link:
         return first == second
 
     def _split(self, piece: _Piece) -> tuple[int, int]:
-        """Return the KV heads of the target's cache, and the number of parts to split them into.
-
-        That is 1 if both caches have equal shards, otherwise the number of the target's shards.
-        """
+        """Return the KV heads of the target's cache, and the number of parts (1 if not split)."""
         target = self._target[piece.target]
         num_shards = Placement.like(target.place).num_shards
         return _num_heads(target), 1 if self._is_alike(piece) else num_shards
@@ -230,10 +224,7 @@ class Link:
 @final
 @dataclass(frozen=True)
 class _Piece:
-    """Layers that one cache of the source and one of the target have in common.
-
-    `source` and `target` are indices of the caches, `layers` indices in the source's cache.
-    """
+    """Layers, by index in the source's cache, that a source and a target cache have in common."""
 
     source: int
     target: int

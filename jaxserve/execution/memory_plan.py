@@ -22,10 +22,7 @@ _DEFAULT_BITS = 7
 
 @final
 class StepBytes:
-    """The size of the largest step's temporaries, known from the start or once it is measured.
-
-    `measure` returns it, and compiles that step if needed; `known` is None before.
-    """
+    """The size of the largest step's temporaries; `measure` may compile that step."""
 
     def __init__(self, measure: Callable[[], int], known: int | None = None):
         self.known = known
@@ -72,10 +69,7 @@ def leaves_room(device: Any) -> bool:
 
 
 def free_device_bytes(device: Any) -> int:
-    """Return the free memory of a `jax.Device` as its allocator reports it.
-
-    If it reports nothing, `available_host_bytes` counts.
-    """
+    """Return a `jax.Device`'s free memory: its allocator's, otherwise `available_host_bytes`."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

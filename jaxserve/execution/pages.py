@@ -40,9 +40,9 @@ MAX_INCOMING_BYTES = 1 << 30
 
 
 def num_incoming(config: EngineConfig, plan: StepPlan) -> int:
-    """Return the number of pages that the mixed step copies from the host, layer by layer.
+    """Return the number of pages that the mixed step copies from the host layer by layer, or 0.
 
-    0 if one copy call before the step is enough.
+    It is 0 if one copy call before the step is enough.
     """
     is_one_call = plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL
     return 0 if is_one_call else min(config.num_incoming_pages, len(plan.swaps_in))
@@ -118,8 +118,8 @@ class OwnShards:
     ) -> list[Any]:
         """Return arrays for a jitted function from this process's part of each.
 
-        `like` are arrays with the KV heads of all processes. The arrays go to `place`, by default
-        to that of `like`.
+        They have the KV heads of all processes, as `like`, and go to `place`, by default that of
+        `like`.
         """
         if self._has_all:
             return list(values) if place is None else jax.device_put(list(values), place)

@@ -107,10 +107,7 @@ class WeightsMemory:
 def weights_memory(
     params: Sequence[Any], shardings: Sequence[Sequence[Sharding]], shared: Leaves = frozenset()
 ) -> WeightsMemory:
-    """Return the memory that `MovingWeights.place` needs to move each group's present parameters.
-
-    Arrays that the caller shares stay in memory.
-    """
+    """Return the memory for moving the present parameters; arrays that the caller shares stay."""
     groups = [jax.tree.leaves(each) for each in params]
     held: Counter[Any] = Counter()
 
@@ -182,10 +179,7 @@ def _addresses(array: jax.Array) -> set[tuple[int, int]]:
 @final
 @dataclass(frozen=True)
 class GroupMaker:
-    """Makes executors of a model for other groups of devices.
-
-    Each group is one mesh, without stages, and the model has no encoder.
-    """
+    """Makes executors of a model without encoder on groups of one mesh each, without stages."""
 
     spec: ExecutorSpec
 
@@ -197,10 +191,7 @@ class GroupMaker:
     def moved_bytes(
         self, params: Sequence[Any], groups: DeviceGroups, shared: Leaves
     ) -> WeightsMemory:
-        """Return the bytes of weights during and after a move to other groups.
-
-        `params` are the present parameters of each group, `shared` the result of `shared_leaves`.
-        """
+        """Return the bytes of weights during and after a move; `shared_leaves` stay in memory."""
         places = [state_shardings(params[0], mesh) for mesh in meshes_of(groups)]
         return weights_memory(params, list(map(jax.tree.leaves, places)), shared)
 

@@ -82,16 +82,11 @@ class SimulatedExecutor:
     way.
 
     Args:
-      config: the configuration of a device's executor.
       clock: clock that `submit` advances by the host's work, and `collect` to the end of the step.
       answer_length: output length at which the model ends an answer; None for never.
       fault_length: output length from which the logits are not finite; None for never.
       accepted: number of tokens that a row delivers if it is fewer than it may, as in speculation
         and constrained decoding; None for rows that deliver all.
-      cost: cost of a step in virtual seconds.
-      swap_costs: costs that a device would measure when it starts; None for no measurement.
-      refinement: the update rule for readings; None for no probe.
-      reading: the probe's readings.
       vocab_size: size of the vocabulary; tokens are 1 to vocab_size - 1, and 0 is the end token.
       reads_context: whether tokens depend on their context. False is many times faster, for runs in
         which only lengths and times matter, but does not detect a wrong page table.
@@ -293,10 +288,7 @@ class SimulatedExecutor:
         return np.zeros((len(plan.rows), len(ProposalCount) + plan.num_proposed), np.int32)
 
     def _go_on(self, slot: _Slot, index: int, most: int, result: StepResult) -> int:
-        """Deliver tokens that were proposed after a row's newest one; return their number.
-
-        Proposals are right as far as a row delivers tokens.
-        """
+        """Deliver the accepted proposals after a row's newest token; return their number."""
         num = 0
         while num < most and not slot.is_inert:
             if self._reads_context:

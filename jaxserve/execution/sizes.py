@@ -169,10 +169,7 @@ class CachePlan:
 
 
 def plan_host(model_config: Any, options: RuntimeOptions, page_bytes: int, num_pages: int) -> int:
-    """Return the number of pages on the host for a pool of `num_pages` pages.
-
-    `page_bytes` is the size of a page in all layers, on all devices that share this host's memory.
-    """
+    """Return the number of host pages for a pool; `page_bytes` counts all devices of this host."""
     wanted = options.host_memory
     if model_config.num_recurrent_layers:
         return 0

@@ -61,10 +61,7 @@ _Step = tuple[str, Callable[[], Any]]
 @final
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a micro-batch through all stages, in the order of submission.
-
-    `num_rows` includes padding. `samples` says whether the last stage samples after it.
-    """
+    """One pass of a micro-batch, `num_rows` with padding, through all stages, as submitted."""
 
     slots: frozenset[int]
     num_rows: int
@@ -99,10 +96,7 @@ def micro_batches(
 
 @final
 class StagedHostMemory:
-    """A `HostMemory` of pages that consist of the contents on each stage, in order.
-
-    `stages` is the executor's list, which is empty once closed.
-    """
+    """A `HostMemory` of pages that consist of the contents on each stage, in order."""
 
     def __init__(self, stages: Sequence[DeviceStage]):
         self._stages = stages
@@ -148,10 +142,7 @@ class StagedSteps:
         return self._stages[0].programs.config
 
     def mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies = ()) -> SubmittedStep:
-        """Submit the mixed step of a plan.
-
-        The first micro-batch makes the `late` copies from the host, layer by layer.
-        """
+        """Submit a plan's mixed step, with the `late` copies in the first micro-batch."""
         # The step is one batch if a row returns prompt log-probabilities, so that their spans are
         # the step's, or if a row has proposals, since a micro-batch may not end among them.
         is_one = plan.has_proposals or any(row.wants_prompt_logprobs for row in plan.rows)
@@ -328,10 +319,7 @@ def run_loop(
     micro_batches: int,
     tell: Callable[[Pass], None],
 ) -> SubmittedStep:
-    """Submit every iteration of a decode loop, in at most `micro_batches` micro-batches.
-
-    It calls `tell` with each pass of a micro-batch.
-    """
+    """Submit all iterations of a decode loop; call `tell` with each pass of a micro-batch."""
     variant, last = needs.variant, stages[-1]
     whole, num_proposed = decode_window(last.programs.config, plan, variant)
     size = micro_batch_size(len(whole), micro_batches)

@@ -34,11 +34,7 @@ class StepWork:
     source_s: float = 0.0
 
     def beside(self, free_at_s: Mapping[int, float], now_s: float, begin_s: float) -> Self:
-        """Return the work with `is_beside` and `source_s` from earlier submissions.
-
-        `free_at_s` says when each device group, and the link, ends what was submitted to it; the
-        work begins at `begin_s`.
-        """
+        """Return the work with `is_beside` and `source_s`, given when groups become free."""
         others = {
             group: s for group, s in free_at_s.items() if group not in (self.plan.group, LINK)
         }

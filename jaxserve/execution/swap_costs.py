@@ -53,7 +53,7 @@ def measured_costs(
 def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
     """Return the FLOPs of attending to one position, relative to a token's other FLOPs.
 
-    `models` are the model, or its part in each stage; `params` the whole model's, or their shapes.
+    `params` are the whole model's, or their shapes; with stages, `models` has a part for each.
     """
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     width = sum(each.num_attention_layers * each.num_heads * each.head_dim for each in models)
@@ -62,10 +62,7 @@ def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
 
 @final
 class KeptSwapCosts:
-    """The entry of swap costs for a cache, on a device and with executables that a shelf names.
-
-    `cache` is the page cache, or those of all stages; `settings` are what else the costs depend on.
-    """
+    """The stored swap costs of page caches and `settings`, on a shelf's device and executables."""
 
     def __init__(self, shelf: Shelf, config: EngineConfig, cache: Any, *settings: Any):
         leaves = jax.tree.leaves(abstract(cache))

@@ -121,10 +121,7 @@ def check_stored(params: nnx.State, given: nnx.State) -> None:
 
 
 def _check_casts(casts: Sequence[tuple[tuple[Any, ...], Any, jax.Array]]) -> None:
-    """Raise InvalidParamsError unless the arrays of all casts are finite.
-
-    A cast has an array's path, its new dtype, and whether the array is finite now.
-    """
+    """Raise InvalidParamsError unless all casts (path, new dtype, is finite) are finite."""
     bad = [(".".join(map(str, path)), dtype) for path, dtype, is_finite in casts if not is_finite]
     if bad:
         raise InvalidParamsError(

@@ -116,10 +116,7 @@ class Adapters:
             del self._slots[name]
 
     def acquire(self, name: str) -> AdapterSlot:
-        """Return a loaded adapter, which is not dropped before `release`.
-
-        Raises UnknownAdapterError if no adapter has this name.
-        """
+        """Return a loaded adapter, which stays until `release`, or raise UnknownAdapterError."""
         with self._lock:
             slot = self._slot(name)
             self._num_requests[slot.index] += 1

@@ -74,8 +74,7 @@ WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 class Parts:
     """The parts of a `Runtime`, without a reference to it, so that it can be garbage-collected.
 
-    `group` is None for one process; `opened` closes replicas and files; `weights_bytes` counts the
-    parameters on all devices.
+    `opened` closes replicas and files; `weights_bytes` counts the parameters on all devices.
     """
 
     group: ProcessGroup | None
@@ -108,10 +107,7 @@ def with_end_tokens(
     more: Sequence[str | int],
     vocab_size: int,
 ) -> tuple[Tokenizer | None, Sequence[int] | None]:
-    """Return the tokenizer and the end tokens, including those of the option `end_tokens`.
-
-    Raises InvalidConfigError if one of them is not a token of the model.
-    """
+    """Return the tokenizer and the end tokens, including valid ones of the option `end_tokens`."""
     if not more:
         return tokenizer, eos_token_ids
     ids: Sequence[str | int] = more if tokenizer is None else tokenizer.ids_of(more)
@@ -341,10 +337,7 @@ def check_early(
 @final
 @dataclass(frozen=True)
 class Place:
-    """The place of a replica: parameters of the whole model, and the stages to cut it into.
-
-    `decode` is the place of the device group for answers; None if there is one group.
-    """
+    """A replica's parameters and stages; `decode` is the place of a device group for answers."""
 
     params: Any
     stages: StagePlan | None = None

@@ -283,10 +283,7 @@ def _likeliest(request: Request) -> int | None:
 
 
 def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
-    """Return the predictor, and the learner that trains it with `learns`.
-
-    Raises InvalidConfigError if `given` cannot predict, or cannot be trained.
-    """
+    """Return the predictor, and its learner with `learns`, or raise InvalidConfigError."""
     from predictor import LengthPredictor, OnlineLearner
 
     if isinstance(given, (str, Path)):
@@ -313,10 +310,7 @@ def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
 
 
 def load_probe(given: Any) -> Probe | None:
-    """Return the probe of the option `probe`: a probe, the folder of one, or None.
-
-    Raises InvalidConfigError if `given` is none of these.
-    """
+    """Return the probe of the option `probe`: a probe, the folder of one, or None."""
     if given is None:
         return None
     if not isinstance(given, (str, Path)):

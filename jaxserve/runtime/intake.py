@@ -27,11 +27,7 @@ from jaxserve.workload import WorkloadItem
 
 @final
 class Intake:
-    """A thread-safe submitter of requests, which tokenizes on the calling thread.
-
-    Without a tokenizer completions have no text, and without a forecaster requests have no
-    predictions.
-    """
+    """A thread-safe submitter of requests, which tokenizes on the calling thread."""
 
     def __init__(
         self,
@@ -124,10 +120,7 @@ class Intake:
         return found[0] if single else found
 
     def _accepted(self, request: Request, if_refused: ExitStack) -> Request:
-        """Return a request with its adapter, which stays loaded until the request has ended.
-
-        `if_refused` gets the callbacks for a request that is not handed over.
-        """
+        """Return a request with its adapter, acquired until the request has ended or is refused."""
         check_heeded(request, self._replicas.first.engine.scheduler.policy)
         if request.params.adapter is None:
             return request

@@ -29,10 +29,7 @@ Start = Callable[[PieceSink], Pending]
 @final
 @dataclass(frozen=True)
 class PromptBatch:
-    """The prompts of one call, with parameters for each.
-
-    `is_single` tells that the user passed one prompt instead of a list, and gets one completion.
-    """
+    """The prompts of one call; `is_single` if the user passed one prompt instead of a list."""
 
     prompts: Sequence[Any]
     params: Sequence[SamplingParams]

@@ -116,8 +116,8 @@ class PlanController:
     def regroup(self, division: Division, max_pause_s: float) -> float:
         """Move devices between the groups, drop the plan, and return the pause in seconds.
 
-        If the plan was adapted, the next answers make one for the new groups, which then stay. On a
-        RegroupError the devices could not be moved, and the plan stays.
+        If the plan was adapted, the next answers make one for the new groups, which then stay.
+        After a RegroupError the plan stays.
         """
         assert self._regrouper is not None
         with self._lock:
@@ -208,9 +208,9 @@ class PlanController:
 
 @final
 class ObservedLengths:
-    """A thread-safe `RequestLog` of the prompt and output lengths of whole answers.
+    """A thread-safe log of the lengths of whole answers, each sample of a request counted.
 
-    Each sample of a request counts. Cancelled and failed answers do not.
+    Cancelled and failed answers do not count.
     """
 
     def __init__(self) -> None:
@@ -237,11 +237,7 @@ class ObservedLengths:
 
 @final
 class Planner:
-    """Finds schedules for the replicas of a runtime, which a `PlanController` carries out.
-
-    `regrouper` moves devices between two groups; None if the groups stay. Plans are computed from
-    the step times of `timings`.
-    """
+    """Finds schedules for the replicas of a runtime, which a `PlanController` carries out."""
 
     def __init__(
         self,

@@ -53,10 +53,7 @@ def processes_of(
 def own_mesh(
     mesh: Mesh | StagePlan | DeviceGroups | None, group: ProcessGroup | None
 ) -> Mesh | StagePlan | DeviceGroups | None:
-    """Return the part of a mesh that has this process's devices.
-
-    If two device groups belong to different processes of `group`, it is one of the two.
-    """
+    """Return the part of a mesh with this process's devices; one of two groups in two processes."""
     if group is None or not isinstance(mesh, DeviceGroups):
         return mesh
     return mesh.both[0 if group.process_id in mesh.processes[0] else 1]
@@ -77,10 +74,7 @@ def _check_apart(mesh: DeviceGroups) -> None:
 
 
 def claim(group: ProcessGroup | None) -> None:
-    """Reserve the processes for one runtime, until its executor closes.
-
-    Raises ProcessGroupError if they serve another runtime, or one of them has left.
-    """
+    """Reserve the processes until the executor closes, or raise ProcessGroupError."""
     if group is not None:
         with _process_errors():
             group.claim()

@@ -62,10 +62,7 @@ class _Room:
 @final
 @dataclass(frozen=True)
 class _Fit:
-    """The number of pages in the pool of a division.
-
-    `refused` says why weights cannot be placed; it is empty if they can.
-    """
+    """The pool of a division, and the reason for which weights cannot be placed; "" if they can."""
 
     num_pages: int
     refused: str = ""

@@ -72,17 +72,11 @@ class Replica:
         self.executor.resize(_NO_PAGES, ())
 
     def take_pool(self) -> None:
-        """Allocate the page pool as it was before `free_pool`. The loop is paused.
-
-        On a DeviceMemoryError nothing has changed.
-        """
+        """Allocate the pool after `free_pool`, or raise DeviceMemoryError; the loop is paused."""
         self.executor.resize(self.engine.scheduler.config.num_pages, ())
 
     def resize(self, size: PoolSize) -> None:
-        """Resize the page pool. The loop must be paused.
-
-        On a DeviceMemoryError nothing has changed.
-        """
+        """Resize the pool, or raise DeviceMemoryError and change nothing; the loop is paused."""
         self.engine.resize(size.num_pages)
         self.pool_size = size
 
@@ -181,10 +175,7 @@ class Replicas:
                 replica.executor.drop_params()
 
     def wake_up(self) -> None:
-        """Allocate the pools again; do nothing if they are allocated. The loops are paused.
-
-        On a DeviceMemoryError the replicas stay asleep.
-        """
+        """Allocate the pools, if needed; on a DeviceMemoryError the replicas stay asleep."""
         for replica in self.all if self.are_asleep else ():
             replica.take_pool()
         self.are_asleep = False
@@ -316,10 +307,7 @@ class Replicas:
             replica.loop.ask(replica.engine.scheduler.check_integrity)
 
     def report(self, plan: Plan | None = None) -> Report:
-        """Return steps in the order of submission, and requests in the order of their ends.
-
-        `plan` is the schedule in force, if one was planned.
-        """
+        """Return steps in the order of submission, and requests in the order of their ends."""
         recorders = [replica.engine.recorder for replica in self.all]
         steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)
         requests = heapq.merge(

@@ -174,10 +174,7 @@ class Timings:
         return self.origins[0].on(num_devices)
 
     def set_groups(self, encode: int, decode: int, times: GroupTimes | None) -> None:
-        """Record the numbers of devices of the groups after a move of devices.
-
-        `times` are their measured times; None to measure them when needed.
-        """
+        """Record the numbers of devices after a move; times of None are measured when needed."""
         self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
         self._group_times = times
 

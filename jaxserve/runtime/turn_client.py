@@ -18,8 +18,7 @@ from jaxserve.runtime.pending import Pending, Start, aread, read, submitted, wai
 class ServiceTurnClient:
     """A `conversations.TurnClient` over the `submit` of a `Service`.
 
-    `check_may_wait` raises InvalidRequestError on a thread that must not wait for answers. The
-    longest prompt, of `max_prompt_tokens`, leaves room for one output token.
+    `check_may_wait` raises InvalidRequestError on a thread that must not wait for answers.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ def check_running(running: Running) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """The settings of one `Runtime.update_params`.
-
-    Raises InvalidConfigError if a value is not allowed, or two contradict each other.
-    """
+    """The settings of one `Runtime.update_params`; invalid ones raise InvalidConfigError."""
 
     version: int | None = None
     running: Running = "finish"
@@ -58,9 +55,7 @@ class WeightUpdate:
             )
 
     def after(self, weights: Weights) -> Weights:
-        """Return the weights that follow.
-
-        Raises InvalidConfigError if the version is not above that of `weights`.
+        """Return the following weights; raise InvalidConfigError unless their version is above.
         """
         version = weights.version + 1 if self.version is None else self.version
         if not _is_int(version) or not weights.version < version <= _MAX_VERSION:
@@ -96,11 +91,7 @@ class PreparedParams:
     fitted: Sequence[Any]
 
     def check(self, place: object, *, has_weights: bool) -> None:
-        """Raise InvalidParamsError unless they can serve now; they were checked some time ago.
-
-        If the present `place` differs, `params` are placed again. `has_weights` says whether there
-        are weights that `params` can be a part of.
-        """
+        """Raise InvalidParamsError unless they can serve now; they were checked some time ago."""
         check_part(self.partial, has_weights=has_weights)
         used = self.fitted if place == self.place else self.params
         arrays = (leaf for leaf in jax.tree.leaves(used) if isinstance(leaf, jax.Array))
