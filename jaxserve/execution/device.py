@@ -460,8 +460,7 @@ def verifying_arguments(
 
 @final
 class DeviceWarmup:
-    """Compiles every executable from shapes; without arrays, so that it can run during steps.
-    """
+    """Compiles every executable from shapes; without arrays, so that it can run during steps."""
 
     def __init__(
         self,

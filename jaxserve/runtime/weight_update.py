@@ -55,8 +55,7 @@ class WeightUpdate:
             )
 
     def after(self, weights: Weights) -> Weights:
-        """Return the following weights; raise InvalidConfigError unless their version is above.
-        """
+        """Return the following weights; raise InvalidConfigError unless their version is above."""
         version = weights.version + 1 if self.version is None else self.version
         if not _is_int(version) or not weights.version < version <= _MAX_VERSION:
             raise InvalidConfigError(
