@@ -185,10 +185,7 @@ _DIVIDED = ("decode_s", "prefill_s", "encode_s")
 
 @final
 class GroupSizes:
-    """Step times by group size, measured or derived from measured sizes.
-
-    A group measures every kind of step, so times of one group also serve the other.
-    """
+    """Step times by group size, measured or derived; times of one group also serve the other."""
 
     def __init__(self, measured: GroupTimes):
         self._measured: dict[int, StepTimes] = {}
@@ -205,13 +202,10 @@ class GroupSizes:
         self._measured[times.origin.device["count"]] = times
 
     def is_measured(self, *sizes: int) -> bool:
-        """Return whether all of these sizes are measured."""
         return all(size in self._measured for size in sizes)
 
     def times(self, encode: int, decode: int) -> GroupTimes:
-        """Return the times of groups of `encode` and `decode` devices; handovers keep their
-        measured times.
-        """
+        """Return the times of groups of these sizes; handovers keep their measured times."""
         groups = tuple(map(self._of_size, (encode, decode)))
         return replace(self._present, groups=groups)
 

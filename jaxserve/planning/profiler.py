@@ -44,12 +44,11 @@ Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
 @final
 @dataclass(frozen=True)
 class Shape:
-    """A shape to time.
+    """A shape to time; `time` measures and returns the median seconds per step.
 
     Attributes:
       size: compiled size.
       positions: positions attended to per iteration.
-      time: measures and returns the median seconds per step.
     """
 
     name: str
@@ -60,8 +59,6 @@ class Shape:
 
 @final
 class StepBench:
-    """A maker and timer of plans of each shape."""
-
     def __init__(self, executor: Executor, clock: Clock, group: int):
         self.config = executor.config
         self._executor = executor
@@ -75,7 +72,6 @@ class StepBench:
         self._first = self.config.page_size if self.config.has_encoder else 0
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of all parts of a step."""
         config = self.config
         shapes = [Shape("loop", size, 0, partial(self._loop, size)) for size in config.slot_buckets]
         for size in config.slot_buckets:
@@ -91,8 +87,6 @@ class StepBench:
         return [*shapes, *(Shape(name, 0, 0, edit) for name, edit in self._edits().items())]
 
     def table(self, origin: Origin, measured: Measured) -> StepTimes:
-        """Return the step times from one round's measurements."""
-
         def only(name: str, size: int = 0) -> float:
             return measured[name][size][0][1]
 
@@ -229,17 +223,12 @@ class StepBench:
 
     @property
     def _short_prompt(self) -> int:
-        """Tokens of each prompt of `prompt_steps`."""
         config = self.config
         num = min(SHORT_TOKENS, config.max_step_tokens // config.max_slots)
         return min(max(1, num), config.max_prompt_tokens)
 
     def decode_loops(self, num_iterations: int) -> Iterator[StepPlan]:
-        """Yield endless decode loops of all slots; full contexts restart.
-
-        Args:
-          num_iterations: of a loop; fewer if the configuration or its contexts allow no more.
-        """
+        """Yield endless decode loops of all slots, as long as allowed; full contexts restart."""
         config, context = self.config, self._first + 1
         room = config.max_context - context - 1
         num_iterations = max(1, min(num_iterations, config.max_decode_iterations, room))
@@ -288,12 +277,9 @@ class StepBench:
     ) -> None:
         """Put sequences of `contexts` tokens into slots 0, 1, ...; other slots are inert.
 
-        If the pool is too small, sequences share pages, which changes no time.
-
-        Args:
-          room: tokens that each sequence's pages must hold, if more than its context.
-          encoded: tokens of each prompt that an encoder reads; by default a page, or none for a
-            model without an encoder.
+        If the pool is too small, sequences share pages, which changes no time. Pages hold `room`
+        tokens if that is more. `encoded` are the prompt tokens that an encoder reads, by default a
+        page.
         """
         contents = self._contents(contexts, room, encoded=encoded)
         smallest = self.config.slot_buckets[0]
@@ -499,11 +485,9 @@ def _step_s(
 ) -> list[float]:
     """Return the mean seconds from one step's end to the next one's, of each lane of steps.
 
-    All lanes run at the same time, each with two steps in flight.
-
-    Args:
-      handover: follows each step of the first lane, unless the previous handover is still running.
-      planned: does the host's work for a step.
+    All lanes run at the same time, each with two steps in flight. `handover` follows each step of
+    the first lane, unless the previous handover is still running. `planned` does the host's work
+    for a step.
     """
     copying: StepHandle | None = None
     lanes = [deque(executor.submit(next(lane)) for _ in range(2)) for lane in plans]

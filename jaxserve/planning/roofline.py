@@ -107,11 +107,7 @@ class RooflineCost:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
-        """Return the device's seconds of a step.
-
-        Raises:
-          InvalidConfigError: a handover, which needs the costs of several groups.
-        """
+        """Return the device's seconds of a step; raise InvalidConfigError for a handover."""
         plan = work.plan
         if plan.handovers:
             raise InvalidConfigError(
@@ -133,10 +129,10 @@ class RooflineCost:
         return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
 
     def chunk_cost(self, longest: int) -> RecomputeCost:
-        """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6).
+        """Return the cost of computing a page in a full step, for contexts of up to `longest`
+        tokens.
 
-        Args:
-          longest: maximum context length in tokens.
+        The equations are Pensieve's 3.5 and 3.6.
         """
 
         def seconds(context: int) -> float:
@@ -162,7 +158,6 @@ class RooflineCost:
         return self._attention_s(self.page_tokens * context, context)
 
     def _iteration_s(self, num_tokens: int, attended: int) -> float:
-        """Return the seconds of the products with weights, the sums over shards, and attention."""
         model, roofs = self.model, self.roofs
         read_s = model.weights_bytes / self.num_shards / roofs.memory_bytes_per_s
         products_s = max(num_tokens * self._token_s, read_s / self.efficiency)

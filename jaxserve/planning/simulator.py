@@ -131,10 +131,7 @@ def simulate(
 def simulated_engine(
     policy: Policy, config: EngineConfig, cost: StepCost, *, swap_costs: SwapCosts | None = None
 ) -> tuple[Engine, VirtualClock, RequestBuilder]:
-    """Return an engine on a simulated device, its clock, and a builder of its requests.
-
-    The values of tokens have no meaning.
-    """
+    """Return an engine on a simulated device, its clock, and the builder of its requests."""
     clock = VirtualClock()
     executor = SimulatedExecutor(
         config, clock, cost=cost, swap_costs=swap_costs, reads_context=False
@@ -164,8 +161,6 @@ def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
 
 @final
 class _Clients:
-    """The clients of a simulation: future requests, and requests that wait for their answers."""
-
     def __init__(self, builder: RequestBuilder, follow_up: FollowUp | None):
         self.answers: list[Answer] = []
         self._builder = builder
@@ -175,11 +170,9 @@ class _Clients:
 
     @property
     def next_arrival_s(self) -> float:
-        """Arrival time of the next request; infinity without one."""
         return self._arriving[0][0] if self._arriving else math.inf
 
     def ask(self, item: WorkloadItem, prediction: LengthPrediction | None = None) -> None:
-        """Add a request that arrives at the item's arrival time."""
         request = self._builder.build_item(item, item.arrival_s)
         heapq.heappush(self._arriving, (item.arrival_s, len(self.answers)))
         self.answers.append(Answer(replace(request, prediction=prediction)))
@@ -195,7 +188,6 @@ class _Clients:
         return has_news
 
     def take_answers(self, keep: Callable[[Request, Completion], None]) -> list[Ended]:
-        """Settle finished answers, add their follow-ups, and return them."""
         ended: list[Ended] = []
         settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]
         for index in settled:

@@ -101,7 +101,6 @@ class Origin:
         )
 
     def on(self, num_devices: int) -> Origin:
-        """Return this origin with another number of devices."""
         return replace(self, device={**self.device, "count": num_devices})
 
     @classmethod
@@ -137,7 +136,6 @@ class Origin:
 
 
 def _described(stages: StagePlan | None) -> dict[str, Any]:
-    """Return the number of devices and the shape of the stages, if there are any."""
     if stages is None:
         return {}
     shape = [(len(stage.layers), stage.num_shards) for stage in stages.stages]
@@ -222,11 +220,7 @@ class StepTimes:
         return self.plan_s + self.submit_s
 
     def device_s(self, work: StepWork) -> float:
-        """Return the device's seconds of a step.
-
-        Raises:
-          InvalidConfigError: a handover, which needs the costs of several groups.
-        """
+        """Return the device's seconds of a step; raise InvalidConfigError for a handover."""
         plan, config = work.plan, self.origin.config
         if plan.handovers:
             raise InvalidConfigError(
@@ -306,16 +300,10 @@ class StepTimes:
 
     @classmethod
     def from_json(cls, read: dict[str, Any]) -> Self:
-        """Make a table from the result of `to_json`.
-
-        Raises:
-          ValueError, KeyError, TypeError, AttributeError, InvalidProfileError: it is something
-            else.
-        """
+        """Make a table from the result of `to_json`; raise one of `UNREADABLE` for other values."""
         return cls._from_table(Origin.from_json(read.pop("origin")), read)
 
     def _table(self) -> dict[str, Any]:
-        """Return all measured entries in the types of JSON."""
         table = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
         for name in _CURVES:
             table[name] = {size: curve.points for size, curve in table[name].items()}
@@ -387,11 +375,7 @@ def write_table(path: str | Path, table: dict[str, Any]) -> None:
 def read_table(
     path: str | Path, read: Callable[[dict[str, Any]], Times], what: str, writer: str
 ) -> Times:
-    """Return the measured times of a JSON file.
-
-    Args:
-      read: converts the file's object.
-      what, writer: names of the contents and of the method that writes them, for the error.
+    """Read a JSON file of measured times and convert it with `read`.
 
     Raises:
       InvalidProfileError: the file cannot be read, or holds something else.

@@ -67,7 +67,6 @@ def draw_frontier(
 
 
 def _range_s(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> tuple[float, float]:
-    """Return the shortest and the longest latency of the picture."""
     bounds = [bound_s for bound_s in chosen if np.isfinite(bound_s)]
     ends = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
     return min(frontier.lowest_s, *ends), 1.6 * max(*ends, *bounds, 0.0)
@@ -116,7 +115,6 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
 
 
 def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: float) -> None:
-    """Mark a schedule, with a label at a height `at` as a share of the axes."""
     latency_s = float(outcome.estimates.latency_s)
     answers = float(outcome.estimates.throughput)
     colour = _COLOURS[outcome.policy]

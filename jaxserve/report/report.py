@@ -107,7 +107,6 @@ class Report:
         return counts
 
     def _served_by(self) -> dict[str, str]:
-        """Return the implementations of each operation, for all shapes together."""
         served: dict[str, dict[str, None]] = {}
         for choice in self.kernels:
             implementation = f"{choice.implementation} ({choice.reason})"

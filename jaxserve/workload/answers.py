@@ -122,7 +122,6 @@ class Question:
 
 
 def questions(path: Path) -> Iterator[Question]:
-    """Yield the questions of a ShareGPT file, in its order."""
     for talk in sharegpt.read(path):
         for turn, (question, answer) in enumerate(turns(talk)):
             yield Question(talk.id, turn, talk.origin, question, answer)

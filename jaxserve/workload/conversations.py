@@ -58,7 +58,6 @@ class Talk:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all messages and answers."""
         return sum(len(turn.token_ids) + turn.num_output_tokens for turn in self.turns)
 
 

@@ -109,7 +109,6 @@ def with_arrivals(items: Sequence[WorkloadItem], pattern: str, seed: int) -> lis
 
 
 def arrival_times(num: int, pattern: str, seed: int) -> list[float]:
-    """Return the arrival times of `num` requests; see `with_arrivals`."""
     kind, _, number = pattern.partition(":")
     gaps = np.zeros(max(0, num - 1))
     if kind == "constant":

@@ -198,7 +198,6 @@ def recorded_items(path: str | Path, num: int | None = None) -> list[WorkloadIte
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, and `max_tokens`."""
     given = {field.name: getattr(params, field.name) for field in fields(params)}
     if params.logit_bias is not None:
         given["logit_bias"] = {int(k): float(v) for k, v in params.logit_bias.items()}
@@ -207,7 +206,6 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(number: Any) -> int | float:
-    """Convert a number of NumPy or JAX for JSON."""
     return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 

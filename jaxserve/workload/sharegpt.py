@@ -37,8 +37,6 @@ _MAX_RECORD_CHARACTERS = 1 << 26
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that `sample` uses."""
-
     def encode(self, text: str, /) -> Sequence[int]: ...
 
 

@@ -53,8 +53,6 @@ class Lengths:
 @final
 @dataclass(frozen=True)
 class Task:
-    """A task with the length distributions of its prompts and answers."""
-
     about: str
     inputs: Lengths
     outputs: Lengths

@@ -63,7 +63,6 @@ def complete_tree(num_words: int = 16) -> Tree:
 
 
 def with_tokens(tree: Tree, tokens: Sequence[int]) -> Tree:
-    """Return a tree with tokens instead of the words' numbers."""
     done: list[Tree] = []
     open: list[Tree | None] = [tree]
     while open:

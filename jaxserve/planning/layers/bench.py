@@ -90,12 +90,7 @@ _MAX_COPIES = 32
 
 @final
 class TimedBlock:
-    """An encoder or decoder block, in several copies, with a stub for attention that costs little.
-
-    Args:
-      block: a `jaxserve.models.layers.Block`, on the devices of `place`.
-      group: query heads per KV head.
-    """
+    """A `layers.Block`, in several copies, with a stub for attention that costs little."""
 
     def __init__(self, block: nnx.Module, group: int, place: Placement):
         definition, params = nnx.split(block)
@@ -114,7 +109,6 @@ class TimedBlock:
             return seconds_of(lambda x: self._here(next(params), x), x)[0]
 
     def busy_s(self, x: Float[Array, "tokens embed"], devices: Sequence[Any]) -> float:
-        """Return the seconds of the block while all these devices compute it at the same time."""
         params = [jax.device_put(self._params[0], device) for device in devices]
         start = [jax.device_put(x, device) for device in devices]
 
@@ -175,8 +169,6 @@ def _copies_of(params: Any) -> list[Any]:
 
 @final
 class EncoderLayer:
-    """The first layer of an encoder (on the devices of `place`) with random weights."""
-
     def __init__(self, encoder: Encoder, place: Placement):
         self._config = encoder.config
         self._place = place
@@ -205,11 +197,7 @@ class EncoderLayer:
         return self._block.busy_s(x, devices)
 
     def attention_s(self, num_prompts: int, qkv: Float[Array, "tokens heads 3 head_dim"]) -> float:
-        """Return the seconds of attention in a pass over prompts of equal length.
-
-        Args:
-          qkv: of all prompts, with heads divided over the devices.
-        """
+        """Return the seconds of attention in a pass over prompts of equal length."""
         length = len(qkv) // num_prompts
         prompt = np.repeat(np.arange(num_prompts, dtype=np.int32), length)
         positions = np.tile(np.arange(length, dtype=np.int32), num_prompts)
@@ -232,10 +220,7 @@ def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.Graph
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration of one layer, the first with full attention if there is one.
-
-    An encoder-decoder model also keeps one encoder layer.
-    """
+    """Return the configuration of one layer, with full attention if the model has such a layer."""
     windows = config.sliding_windows
     layer = windows.index(None) if None in windows else 0
     one = config.part(range(layer, layer + 1))
@@ -345,7 +330,6 @@ class ShardedLayer:
         return self._time(self._sums, self._ones(num_tokens))
 
     def head_s(self, num_rows: int) -> float:
-        """Return the seconds of logits and greedy sampling."""
         return self._time(partial(self._head, self._params), self._ones(num_rows))
 
     def prompts_s(self, num_prompts: int, length: int) -> float:
@@ -385,15 +369,13 @@ class ShardedLayer:
         return seconds
 
     def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
-        """Return the seconds of the layer while all these devices compute it at the same time.
-
-        For an encoder-decoder model that is the encoder layer, which passes of prompts use.
+        """Return the seconds of the layer (an encoder layer if there is one) on all devices at
+        once.
         """
         block = self._block if self._encoder is None else self._encoder
         return block.busy_s(self._ones(num_tokens), devices)
 
     def handoff_s(self, num_tokens: int, other: Any) -> float:
-        """Return the seconds to send activations to another device."""
         (here,) = self._place.whole.device_set
 
         def there_and_back(x: Array) -> Array:

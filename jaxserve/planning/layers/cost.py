@@ -122,8 +122,7 @@ class MeasuredLayerCost:
     def slowdown(self, degree: int) -> float:
         """Return how many times as long `degree` devices take when all devices compute.
 
-        It is at least 1, and at most as if the devices computed one after another, which noise may
-        exceed.
+        Noise is limited to the range from no slowdown to devices that compute one after another.
         """
         num = max(degree, self._num_devices)
         return float(np.clip(self._busy(num) / self._busy(degree), 1.0, num / degree))
@@ -188,7 +187,6 @@ class MeasuredLayerCost:
 
     @cached_property
     def _sums(self) -> dict[int, Line]:
-        """Seconds of a sum; 0 for one device."""
         return {
             degree: self._line(parts.SUMS, degree) if degree > 1 else Line({1: 0.0})
             for degree in self.degrees
@@ -253,9 +251,7 @@ class MeasuredLayerCost:
 class Prompts:
     """Seconds of attention over prompts: the first prompt, and what each further one adds.
 
-    Args:
-      alone: seconds of one prompt, over its length.
-      full: seconds of `max_tokens` tokens in prompts, over their length.
+    `alone` gives the seconds of one prompt, `full` of `max_tokens` in prompts, over their length.
     """
 
     def __init__(self, alone: Line, full: Line, max_tokens: int):
@@ -280,13 +276,9 @@ class Prompts:
 
 @final
 class Surface:
-    """Seconds of a batch of sequences of one length, linear in both between measured points.
+    """Seconds of a batch -> length table, linear in both between measured points.
 
-    Measured seconds that fall with either are raised. Beyond the last point they grow in
-    proportion.
-
-    Args:
-      curves: batch -> length -> seconds.
+    Seconds that fall with either are raised. Beyond the last point they grow in proportion.
     """
 
     def __init__(self, curves: Mapping[int, Mapping[int, float]]):
@@ -327,10 +319,7 @@ _HOST_SHARE, _SHARE = 0.5, 0.9
 def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     """Return the sizes of a model, with the parameters of its first layer counted.
 
-    The unit of parameters is an element of the model's dtype: their bytes divided by its size.
-
-    Args:
-      sizes: gives the formats of the KV cache and of the weights.
+    Their unit is an element of the model's dtype: bytes divided by its size.
     """
     params = jax.eval_shape(lambda: quantised_model(one_layer(config), sizes)[1])
     bytes_each = jnp.dtype(config.dtype).itemsize
@@ -372,9 +361,8 @@ def _bytes_of(params: Any) -> int:
 
 
 def free_bytes_of(devices: Sequence[Any]) -> float:
-    """Return the memory of each device that weights and KV may take.
-
-    Host devices share half of the free memory; other devices offer most of their own.
+    """Return the memory of each device for weights and KV; host devices share half of the free
+    memory.
     """
     free = free_device_bytes(devices[0])
     return _HOST_SHARE * free / len(devices) if devices[0].platform == "cpu" else _SHARE * free

@@ -206,8 +206,6 @@ def _ranges(timer: LayerTimer, degree: int, profile: LayerProfile) -> list[Range
 
 @final
 class _Measurement:
-    """Values of points, from the profile or measured now."""
-
     def __init__(self, timer: LayerTimer, profile: LayerProfile, bar: tqdm):
         self._timer = timer
         self._profile = profile

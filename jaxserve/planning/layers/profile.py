@@ -59,7 +59,6 @@ class LayerSizes:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The `RuntimeOptions` for the format of the weights."""
         return {"quantize": self.quantize, "quantize_embeddings": self.quantize_embeddings}
 
     @classmethod
@@ -105,7 +104,6 @@ class LayerOrigin:
         return cls(**json.loads(json.dumps(asdict(own))))
 
     def differences(self, other: LayerOrigin) -> list[str]:
-        """Describe the fields in which `other` differs."""
         own, others = self._flat(), other._flat()
         return [
             f"{name} is {others.get(name)!r}, not {own.get(name)!r}"
@@ -154,9 +152,7 @@ def curve(part: str, degree: int) -> str:
 
 
 def batch_curve(part: str, batch: int, degree: int) -> str:
-    """Return the name of the curve over lengths of a decoding batch; `part` is one of
-    `batch_parts`.
-    """
+    """Return the name of a decoding batch's curve over lengths, of a part in `batch_parts`."""
     return curve(f"{part} {batch}", degree)
 
 
@@ -168,11 +164,7 @@ def batch_parts(*, has_encoder: bool) -> tuple[str, ...]:
 def ranges_of(
     sizes: LayerSizes, degree: int, num_devices: int, *, has_encoder: bool
 ) -> list[Range]:
-    """Return the curves of a degree, except those over lengths of decoding batches.
-
-    Args:
-      num_devices: devices of the machine; transfers need two.
-    """
+    """Return the curves of a degree, except those over lengths of decoding batches."""
     most = {
         REST: sizes.max_tokens,
         PROMPT: sizes.max_length,
@@ -244,7 +236,6 @@ class LayerProfile:
         self.save()
 
     def end(self) -> None:
-        """Record that nothing is left to measure, and save the profile."""
         self.is_complete = True
         self.save()
 

@@ -121,10 +121,8 @@ class Adaptation:
         return self._num_untested >= _INTERVAL
 
     def revised(self, running: Sequence[AnswerLength]) -> Plan | None:
-        """Test the newest answers; return a plan to adopt, or None to keep the present one.
-
-        Args:
-          running: answers that were admitted and have not ended.
+        """Test the newest and `running` answers; return a plan to adopt, or None to keep the
+        present one.
         """
         self._num_untested = 0
         known, newest = self._split(running)
@@ -180,9 +178,8 @@ class Adaptation:
         self.plan = plan
 
     def on_other_groups(self) -> Adaptation:
-        """Return an adaptation for other, fixed groups of devices, without a plan. Thread-safe.
-
-        It has the same answers, so its search runs at the next test.
+        """Return an adaptation for other, fixed groups, with the same answers but no plan.
+        Thread-safe.
         """
         return Adaptation(
             self._planner.staying(),
@@ -193,10 +190,7 @@ class Adaptation:
         )
 
     def refuse(self, before: Plan | None) -> None:
-        """Restore the previous plan, because the new one could not be carried out.
-
-        The search runs again after as many answers as a plan needs.
-        """
+        """Restore the previous plan; the search runs again after `LEAST_ANSWERS` answers."""
         self.plan = before
         self._is_refused = True
 
@@ -276,12 +270,10 @@ def _is_known(answers: Sequence[AnswerLength]) -> bool:
 
 
 def _tightest(known: Sequence[LatencyBounds], answers: Sequence[AnswerLength]) -> LatencyBounds:
-    """Return the tightest bounds of ended answers and of those known before."""
     return tightest([LatencyBounds(), *known, *(a.bounds for a in answers if a.has_ended)])
 
 
 def _num_bounded(answers: Sequence[AnswerLength]) -> int:
-    """Return how many ended answers had latency bounds of their own."""
     return sum(answer.has_ended and answer.bounds != LatencyBounds() for answer in answers)
 
 
@@ -305,7 +297,6 @@ def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
 
 
 def _expected(answer: AnswerLength) -> np.ndarray:
-    """Return the predicted probabilities of a running answer's length."""
     assert answer.estimate is not None
     prediction, at = answer.estimate.prediction, answer.estimate.at
     ahead = LengthDistribution.of_predictions(prediction.distribution).probabilities
@@ -330,10 +321,7 @@ def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
 
 
 def _is_uneven(before: Plan, after: Plan) -> bool:
-    """Return whether the runner's target sizes or reserved slots have changed much.
-
-    For continuous batching it is False: its limit is the schedule itself.
-    """
+    """Return whether target sizes or reserved slots changed much; False for continuous batching."""
     if before.iteration() == after.iteration():
         return False
     pairs = (
@@ -345,7 +333,6 @@ def _is_uneven(before: Plan, after: Plan) -> bool:
 
 
 def _warn(before: Plan | None, after: Plan) -> None:
-    """Log that no schedule keeps the bounds any longer, or that one does again."""
     kept_before = before is None or before.keeps_bounds
     if kept_before and not after.keeps_bounds:
         _log.warning(

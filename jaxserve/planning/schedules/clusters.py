@@ -47,7 +47,6 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """Usable memory of a device."""
         return self.memory_share * self.roofs.memory_bytes
 
     @property

@@ -47,7 +47,6 @@ class Layout:
     num_sharded_devices: int = 0
 
     def devices(self, num_devices: int) -> list[int]:
-        """Return the number of devices of each stage."""
         num_sharded = self.num_sharded_devices // self.degree
         return [1] * (num_devices - self.num_sharded_devices) + [self.degree] * num_sharded
 
@@ -112,7 +111,6 @@ class Schedule:
 
     @property
     def num_encode_devices(self) -> int:
-        """Devices with encode layers."""
         return sum(stage.num_devices for stage in self.stages if stage.num_encode_layers)
 
 
@@ -124,8 +122,8 @@ class Points:
     Attributes:
       layout: index into the timeline's layouts.
       encode_batch: B_E; B of continuous batching.
-      control: the policy's own variable: N_D of RRA, B_m of WAA, the index of the chunk size of
-        continuous batching. For RRA and WAA, throughput and latency rise as it falls.
+      control: N_D of RRA, B_m of WAA, the index of the chunk size of continuous batching. For RRA
+        and WAA, throughput and latency rise as it falls.
     """
 
     layout: np.ndarray

@@ -30,9 +30,8 @@ CHUNKS = (64, 128, 256, 512, 1024, 2048)
 class MixedCost:
     """Layer costs of a decode pass that also computes pieces of prompts.
 
-    Attributes:
-      num_pieces: pieces of prompts in a pass, broadcast with the arguments of the costs.
-      length: of a piece; its square times `num_pieces` gives the pairs that attention computes.
+    `num_pieces` and `length` broadcast with the arguments of the costs; the square of a piece's
+    length times `num_pieces` gives the pairs that attention computes.
     """
 
     cost: LayerCost
@@ -137,7 +136,6 @@ class _Parts:
       share: f, the share of iterations with prompts.
       mean_s: mean seconds of an iteration.
       first_s: seconds of the iterations of a prompt.
-      num_iterations: mean iterations of an answer.
     """
 
     share: np.ndarray
@@ -215,11 +213,10 @@ class ContinuousTimeline:
         return Boxes(Points(layouts, ones, ones), high)
 
     def bound(self, boxes: Boxes) -> Best:
-        """Bound boxes as `Timeline.bound` says.
+        """Bound boxes by the smallest B, and the smallest chunk as often as the largest is needed.
 
         Iterations do not get shorter with more sequences or a larger chunk, and a larger chunk is
-        needed less often. So an iteration takes at least as long as with the box's smallest B, and
-        with the seconds of its smallest chunk as often as its largest chunk is needed.
+        needed less often.
         """
         low, high = boxes.low, boxes.high
         batch, most = low.encode_batch, high.encode_batch
@@ -268,11 +265,8 @@ class ContinuousTimeline:
         smallest: np.ndarray,
         largest: np.ndarray,
     ) -> _Parts:
-        """Return the parts of configurations, or their lower limits in boxes.
-
-        Args:
-          fewest, most: B.
-          smallest, largest: the control.
+        """Return the parts of configurations, or lower limits from the ends of boxes' B and
+        control.
         """
         inputs, outputs = self._lengths.inputs, self._lengths.outputs
         num_turns = np.minimum(fewest, pipeline.num_stages)
@@ -322,7 +316,6 @@ class ContinuousTimeline:
         )
 
     def _latency_s(self, parts: _Parts) -> np.ndarray:
-        """Return the seconds of a long answer, with the margins of the deployment."""
         deployment = self._deployment
         rest_s = (self._longest - 1) * parts.mean_s
         return (1 + deployment.encode_margin) * parts.first_s + (

@@ -113,19 +113,12 @@ _LATENCIES = ("latency_s", "first_token_s", "token_s")
 
 @final
 class SizeSearch:
-    """A search over numbers of sequences that simulates those with the highest expected score.
+    """A search over increasing numbers of sequences that simulates those with the highest expected
+    score.
 
     Expectations are the limits plus the costs of prompts: per answer for the engine's time, and per
     running sequence for latencies, because prompts of other sequences delay its tokens. Both costs
-    come from simulated sizes and are interpolated between them.
-
-    Args:
-      simulated: returns the figures of a number of sequences, each a scalar.
-      limits: figures that simulations do not beat.
-      sizes: numbers of sequences, increasing; at least one.
-
-    Attributes:
-      scores: scores by number of sequences, of simulated sizes.
+    come from simulated sizes and are interpolated between them. `scores` has the simulated sizes.
     """
 
     def __init__(
@@ -174,7 +167,6 @@ class SizeSearch:
         return int(self._sizes[np.argmin(np.where(may_gain, expected.latency_s, np.inf))])
 
     def _expected(self) -> Best:
-        """Return optimistic expectations of the sizes, [sizes] each."""
         sizes, limits = self._sizes, self._limits
         known = sorted(self.scores)
         figures = [self._simulated(size) for size in known]
@@ -240,12 +232,9 @@ class ContinuousSpace:
     - If answers are preempted because memory is short, fewer sequences may serve more. So smaller
       compiled sizes are simulated, too, and a bisection finds the smallest size that is as good.
 
-    Slots are reserved for requests with bounds of their own, in addition to the limit. Each limit
-    is simulated with the reserved slots empty and in use; every figure, throughput included, is the
-    worse of both.
-
-    Attributes:
-      classes: requests with bounds of their own.
+    Slots are reserved for `classes`, requests with bounds of their own, in addition to the limit.
+    Each limit is simulated with the reserved slots empty and in use; every figure is the worse of
+    both.
     """
 
     player: Player
@@ -296,7 +285,6 @@ class ContinuousSpace:
         return self._own_latencies_s(schedule.max_running)
 
     def of(self, max_running: int) -> tuple[Schedule, Estimates]:
-        """Return the schedule with this maximum number of sequences, and its estimates."""
         played = self._played(max_running)
         schedule = Schedule(
             layout=Layout(policy=Policy.CONTINUOUS),

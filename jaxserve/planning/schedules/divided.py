@@ -168,10 +168,7 @@ class DividedPlanner(SchedulePlanner):
     def _allowed(
         self, options: Sequence[DivisionOption], lengths: TaskLengths, max_slots: int
     ) -> dict[Division, np.ndarray]:
-        """Return the B_E that the rules allow, [slots], of each allowed division.
-
-        The present division comes first and allows every B_E.
-        """
+        """Return the B_E that the rules allow, [slots], by division; the present one allows all."""
         present, *others = [option.division for option in options]
         every = np.ones(max_slots, bool)
         if not self.rules:
@@ -200,9 +197,9 @@ class DividedPlanner(SchedulePlanner):
 
 @final
 class _Spaces(Mapping[Division, ScheduleSpace]):
-    """The schedules of each division, made on demand; only the newest are kept.
+    """The schedules of each division, made on demand.
 
-    Their figures take tens of megabytes, and eight devices have dozens of divisions.
+    Only the newest are kept, because their figures take tens of megabytes.
     """
 
     def __init__(self, divisions: Sequence[Division], make: Callable[[Division], ScheduleSpace]):
@@ -228,11 +225,9 @@ class _Spaces(Mapping[Division, ScheduleSpace]):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DividedSpace:
-    """The WAA schedules of every division, and when a division is worth a move.
+    """The WAA schedules of every division, the present one first, and when one is worth a move.
 
     Attributes:
-      spaces: the schedules by division, those of the present division first.
-      options: what is known of each division.
       max_pause_s: see `DividedPlanner`.
       num_moves: how many moves there were before.
     """
@@ -244,14 +239,13 @@ class DividedSpace:
 
     @property
     def present(self) -> Division:
-        """The division that the engine has."""
         return next(iter(self.spaces))
 
     def chosen(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
-        """Return the schedule that serves the most under bounds, and its move.
+        """Return the schedule that serves the most under bounds (None if none keeps them), and its
+        move.
 
-        The move says why if a better division is not worth it. The schedule is None if none keeps
-        the bounds.
+        The move says why if a better division is not worth it.
         """
         found: dict[Division, Schedule | None] = {}
         values: dict[Division, float] = {}
@@ -324,7 +318,6 @@ class DividedSpace:
         return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
-        """Return the schedule with the highest score among all allowed divisions."""
         best, most = None, 0.0
         for division, space in self.spaces.items():
             option = self.options[division]

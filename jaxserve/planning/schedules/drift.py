@@ -22,23 +22,16 @@ FALSE_ALARM = 1e-4
 @final
 @dataclass(frozen=True)
 class Lifetimes:
-    """Lengths of answers, some of which have not ended.
-
-    Attributes:
-      lengths: output tokens so far, int [answers].
-      has_ended: False for a running answer, bool [answers].
-    """
+    """Output tokens of answers so far, int [answers], and which have ended, bool [answers]."""
 
     lengths: np.ndarray
     has_ended: np.ndarray
 
     @classmethod
     def whole(cls, lengths: np.ndarray) -> Lifetimes:
-        """Return lengths of which all have ended."""
         return cls(lengths, np.ones(len(lengths), bool))
 
     def ended_at(self, size: int) -> np.ndarray:
-        """Return how many answers ended with each length 0 ... size - 1."""
         return np.bincount(self.lengths[self.has_ended], minlength=size)[:size]
 
     def at_risk(self, size: int) -> np.ndarray:
@@ -102,8 +95,7 @@ def _chi_squared(degrees: int) -> float:
 def kaplan_meier(lifetimes: Lifetimes) -> np.ndarray:
     """Return the estimated probabilities of the lengths 0, 1, 2, ..., float [longest + 1].
 
-    Running answers longer than every ended one count as ending with the longest length so far
-    (Efron's convention).
+    Running answers beyond every ended one end with the longest length so far (Efron's convention).
     """
     shares = _shares_ended(lifetimes)
     shares[-1] = 1.0

@@ -51,13 +51,7 @@ class Estimates:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """For each box of configurations, figures that no configuration in it can beat.
-
-    Attributes:
-      fits: False if no configuration of the box fits in memory.
-      throughput: an upper limit over configurations that fit.
-      latency_s, first_token_s, token_s, own_share: lower limits over these.
-    """
+    """For each box of configurations, figures that no fitting configuration in it can beat."""
 
     fits: np.ndarray
     throughput: np.ndarray
@@ -100,7 +94,6 @@ class LatencyBounds:
         return cls(**{name: bound_s for name, bound_s in given.items() if bound_s is not None})
 
     def finite(self) -> dict[str, float]:
-        """Return the given bounds by name."""
         bounds = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: bound_s for name, bound_s in bounds.items() if bound_s != math.inf}
 
@@ -110,10 +103,7 @@ class LatencyBounds:
         return LatencyBounds(**{name: bound_s * (1 + share) for name, bound_s in bounds.items()})
 
     def met(self, figures: Estimates | Best) -> np.ndarray:
-        """Return which configurations fit and keep all bounds, or which boxes might have one.
-
-        Bounds of single requests count, too.
-        """
+        """Return which configurations fit and keep all bounds, including those of requests."""
         kept = figures.fits & (figures.own_share <= 1)
         for name, bound_s in self.finite().items():
             kept = kept & (getattr(figures, name) <= bound_s)

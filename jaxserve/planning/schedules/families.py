@@ -42,7 +42,7 @@ _TOO_LONG = 1.16
 def planner_of(
     player: Player, families: Sequence[str] = FAMILIES
 ) -> ContinuousPlanner | FamiliesPlanner:
-    """Return the planner of these families on one engine, which `player` simulates.
+    """Return the planner of one engine's schedules.
 
     Raises:
       InvalidConfigError: there is no family, or one is unknown.
@@ -58,14 +58,11 @@ def planner_of(
 @final
 @dataclass(frozen=True)
 class FamiliesPlanner(SchedulePlanner):
-    """A planner of one engine that chooses between RRA and continuous batching.
+    """A planner of one engine that chooses between RRA (or RRA alone) and continuous batching.
 
     Both are simulated in the same way (`Player`), so their throughputs are comparable. Both reserve
     slots for classes of requests with bounds of their own. Simulations have no such requests, so
     the throughputs hold while no reserved slot is in use.
-
-    Attributes:
-      is_rra_alone: whether to plan RRA only.
     """
 
     rra: RRAPlanner
@@ -243,7 +240,6 @@ class FamiliesSpace:
 
 
 def _with_more(schedule: Schedule, num: int) -> Schedule:
-    """Return an RRA schedule with more decoding sequences and the same N_D."""
     share = 1 + num / max(1.0, schedule.decode_batch)
     return replace(
         schedule,
@@ -254,8 +250,6 @@ def _with_more(schedule: Schedule, num: int) -> Schedule:
 
 
 def _scaled(score: Score, by: float) -> Score:
-    """Return the score of figures with scaled (that is, simulated) latencies."""
-
     def scaled(figures: Estimates | Best) -> np.ndarray:
         return score(
             replace(figures, latency_s=by * figures.latency_s, token_s=by * figures.token_s)

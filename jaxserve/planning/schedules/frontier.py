@@ -65,10 +65,7 @@ class ScheduleOutcome:
 
     @property
     def control(self) -> int:
-        """The policy's own variable: N_D of RRA, B of continuous batching, B_m of WAA on a cluster.
-
-        For WAA on two existing groups it is B_D: there are no stages to choose.
-        """
+        """N_D of RRA, B of continuous batching, B_m of WAA on a cluster, B_D on two groups."""
         schedule = self.schedule
         if self._is_on_groups:
             return round(schedule.decode_batch)
@@ -95,7 +92,6 @@ class ScheduleOutcome:
         return self.policy in (Policy.WAA_C, Policy.WAA_M) and not self.schedule.stages
 
     def figures(self) -> dict[str, Any]:
-        """Return the schedule and its figures in the types of JSON."""
         schedule, estimates = self.schedule, self.estimates
         return {
             "policy": self.policy.value,
@@ -154,11 +150,7 @@ class ScheduleSearch(Protocol):
 @final
 @dataclass(frozen=True)
 class ClusterSearch:
-    """A `ScheduleSearch` on a cluster, by the costs of its layers.
-
-    Args:
-      families: those to choose from, see `timelines_of`.
-    """
+    """A `ScheduleSearch` of some families on a cluster, by the costs of its layers."""
 
     deployment: Deployment
     lengths: TaskLengths
@@ -196,13 +188,8 @@ class ClusterSearch:
 class EngineSearch:
     """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `RRAPlanner`.
 
-    `FamiliesSearch` also searches continuous batching.
-
-    Args:
-      config: the engine's present configuration; its slots and page pool limit the schedules.
-
-    Raises:
-      InvalidConfigError: see `TaskLengths.check_fits`.
+    `FamiliesSearch` also searches continuous batching. The present slots and page pool limit
+    schedules.
     """
 
     times: StepTimes
@@ -252,7 +239,6 @@ class Frontier:
 
     @property
     def lowest_s(self) -> float:
-        """The lowest feasible bound."""
         return self.points[0][0]
 
 
@@ -309,10 +295,7 @@ def frontier_of(
 def neighbours_of(
     schedules: ScheduleSearch, outcome: ScheduleOutcome
 ) -> dict[str, ScheduleOutcome]:
-    """Return the existing schedules with B_E or the policy's own variable one step up or down.
-
-    Keys are names such as "B_E - 1" and "N_D + 1".
-    """
+    """Return the schedules with B_E or `control` one step up or down, by names such as "N_D + 1"."""
     control = outcome.control_name
     batch, found = outcome.schedule.encode_batch, {}
     for step, sign in ((-1, "-"), (1, "+")):
@@ -329,10 +312,7 @@ def neighbours_of(
 def _open_between(
     lower: tuple[float, ScheduleOutcome], upper: tuple[float, ScheduleOutcome]
 ) -> tuple[float, float]:
-    """Return the unknown area between two points, and the bound that halves it.
-
-    The upper schedule is the best from its own latency to its bound.
-    """
+    """Return the unknown area between two points, and the bound that halves it."""
     begin_s, end_s = lower[0], float(upper[1].estimates.latency_s)
     if end_s <= begin_s:
         return 0.0, begin_s
@@ -352,7 +332,6 @@ def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
 def _distinct(
     points: Sequence[tuple[float, ScheduleOutcome]],
 ) -> Iterator[tuple[float, ScheduleOutcome]]:
-    """Yield the points whose schedule serves more than all before."""
     before: ScheduleOutcome | None = None
     for bound_s, outcome in points:
         most = 0.0 if before is None else before.estimates.throughput
@@ -485,11 +464,7 @@ class FamiliesSearch:
 class GroupsSearch:
     """A `ScheduleSearch` of WAA on two existing groups, as `Runtime.plan` uses it without moves.
 
-    Args:
-      config: the engine's present configuration; its slots and page pool limit the schedules.
-
-    Raises:
-      InvalidConfigError: see `TaskLengths.check_fits`.
+    The present slots and page pool limit schedules.
     """
 
     times: GroupTimes

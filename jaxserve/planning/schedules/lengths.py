@@ -50,11 +50,7 @@ class LengthDistribution:
 
     @classmethod
     def of_samples(cls, lengths: Sequence[int]) -> LengthDistribution:
-        """Return the distribution of observed lengths in tokens.
-
-        Raises:
-          InvalidConfigError: there is no length, or one is negative.
-        """
+        """Return the distribution of observed lengths in tokens; they must be 0 or more."""
         if not len(lengths) or min(lengths) < 0:
             raise InvalidConfigError(
                 f"{len(lengths)} observed lengths are not allowed; pass at least one, and none "
@@ -64,9 +60,8 @@ class LengthDistribution:
 
     @classmethod
     def of_predictions(cls, predicted: LengthDistributions) -> LengthDistribution:
-        """Return the mixture of predicted distributions, with equal weights.
-
-        All lengths of a bucket are equally likely, as in `LengthDistributions`.
+        """Return the mixture of predicted distributions; lengths within a bucket are equally
+        likely.
         """
         shares = predicted.probabilities.mean(0)
         widths = np.diff(predicted.buckets.edges)
@@ -101,11 +96,7 @@ class LengthDistribution:
         return int(np.argmax(reached)) if reached.any() else self.max_length
 
     def less_one(self) -> LengthDistribution:
-        """Return the distribution of max(0, S - 1).
-
-        These are the decode iterations of a decoder-only model, whose prompts yield the first
-        token.
-        """
+        """Return the distribution of max(0, S - 1): the iterations of a decoder-only model."""
         shifted = self.probabilities[1:].copy()
         if not len(shifted):
             return self

@@ -112,11 +112,7 @@ class MeasuredCost:
 
     @property
     def _loops_a_decode(self) -> np.ndarray:
-        """Decode loops per iteration.
-
-        It falls as N_D rises to the next multiple of the longest loop, where it has its lower
-        limit.
-        """
+        """Decode loops per iteration; it is lowest where N_D is a multiple of the longest loop."""
         longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
         most = fewest if self.most_decodes is None else np.asarray(self.most_decodes)
         has_multiple = most // longest * longest >= fewest
@@ -132,7 +128,6 @@ class MeasuredCost:
         return _mean_s(shares, np.stack(seconds, axis=-1))
 
     def _loop_s(self, shares: np.ndarray) -> np.ndarray:
-        """Return the seconds of a decode loop without its iterations."""
         seconds = np.array([self.times.loop_s[size] for size in self._config.slot_buckets])
         return _mean_s(shares, seconds) + self.times.edit_s
 
@@ -151,7 +146,6 @@ class MeasuredCost:
         return batch + np.maximum(np.subtract(batch, 1.0), 0.0) * ended
 
     def _encode_s(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds of an encode phase without attention."""
         times, config = self.times, self._config
         prompt = max(self.input_tokens, 1.0)
         most = float(config.token_buckets[-1])
@@ -183,8 +177,7 @@ class MeasuredCost:
 def num_tokens_held(config: EngineConfig) -> int:
     """Return the tokens that the page pool holds when every slot has a sequence.
 
-    On average half of each sequence's last page is empty, and half of the last page of an encoder's
-    prompt.
+    On average half of each last page is empty, also that of an encoder's prompt.
     """
     empty = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
     return max(config.page_size, (config.num_pages - 1) * config.page_size - empty)
@@ -256,8 +249,7 @@ def measured_deployment(
 def _padded(batch: Numbers, sizes: tuple[int, ...], seconds: np.ndarray) -> np.ndarray:
     """Return the mean seconds of batches around `batch`, each padded to one of `sizes`.
 
-    Args:
-      seconds: of each size [..., sizes]; times that fall with the size are raised.
+    Times that fall with the size [..., sizes] are raised.
     """
     return _mean_s(_shares_padded(batch, sizes), seconds)
 

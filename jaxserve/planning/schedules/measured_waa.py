@@ -81,7 +81,6 @@ class WAASpace:
     """The estimates of all schedules, in arrays over B_E, N and decoding sequences, flattened.
 
     Attributes:
-      encode_batch, num_iterations: B_E and N.
       num_running: mean sequences running after an encode batch. Up to a batch fewer decode, and
         more by the threshold.
       own_s: seconds of each span of the classes, [spans, schedules].
@@ -209,7 +208,6 @@ class WAASpace:
         return self._schedule(int(found[0])) if len(found) else None
 
     def _index(self, schedule: Schedule) -> int:
-        """Return the index of a schedule's B_E and N, with the nearest number of sequences."""
         same = (self.encode_batch == schedule.encode_batch) & (
             self.num_iterations == schedule.num_decodes
         )
@@ -238,7 +236,6 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _host_s(times: GroupTimes) -> float:
-    """Return the host's seconds for a plan of each group."""
     return max(each.plan_s + each.submit_s for each in times.groups)
 
 
@@ -262,11 +259,7 @@ def encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.n
 def iteration_s(
     times: GroupTimes, lengths: TaskLengths, steps: list[int], max_decoding: int
 ) -> np.ndarray:
-    """Return the decode group's seconds per iteration [steps, max_decoding].
-
-    Args:
-      steps: numbers of iterations of a decode step.
-    """
+    """Return the decode group's seconds per iteration [steps, max_decoding], by step length."""
     length = lengths.inputs.mean + lengths.outputs.less_one().mean_position
     decoding = np.arange(1, max_decoding + 1, dtype=np.float64)
     found = []
@@ -284,7 +277,7 @@ def _between(
 
     Args:
       step_s: seconds [steps, sequences] of a decode step for 1, 2, ... sequences.
-      low, high: ends of the ranges, [1, 1, levels]; each range has at least one number.
+      low, high: ends of the non-empty ranges, [1, 1, levels].
     """
     most = step_s.shape[1]
     last = np.clip(np.floor(high + 1e-9).astype(int), 1, most)

@@ -68,7 +68,6 @@ class _ConfigurationBlock:
         return [(*self.low[:i], self.high[i], *self.low[i + 1 :]) for i in range(len(self.low))]
 
     def corners_by(self, which: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the first and last corners of the halves along a variable."""
         middle = (self.low[which] + self.high[which]) // 2
         upper, lower = list(self.low), list(self.high)
         lower[which], upper[which] = middle, middle + 1
@@ -100,8 +99,6 @@ def monotone_search(
 
 @final
 class _BranchAndBound:
-    """Algorithm 1 on one space."""
-
     def __init__(self, space: _Space, bounds: LatencyBounds, tolerance: float, at_a_time: int):
         self._space = space
         self._bounds = bounds
@@ -111,7 +108,6 @@ class _BranchAndBound:
         self._at_a_time = at_a_time
 
     def run(self, best: Candidate) -> Candidate:
-        """Return the best configuration of the space, or `best` if none is better."""
         first, last = (0, 0, 0), self._space.last
         figures, best = self._evaluated([first, last], best)
         if not self._widened.met(figures)[0]:
@@ -215,12 +211,7 @@ class Misses:
 def misses_of(
     cases: Iterable[tuple[Sequence[Timeline], LatencyBounds]], *, tolerance: float = TOLERANCE
 ) -> Misses:
-    """Run Algorithm 1 and the search with sound bounds on every case that has a schedule.
-
-    Args:
-      cases: timelines and bounds.
-      tolerance: see `monotone_search`.
-    """
+    """Run Algorithm 1 and the search with sound bounds on every case that has a schedule."""
     shares, num_evaluated, num_by_bounds = [], 0, 0
     for timelines, bounds in cases:
         best = maximise(timelines, throughput_under(bounds))

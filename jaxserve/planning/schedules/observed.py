@@ -68,7 +68,6 @@ class RequestClass:
 
     @property
     def spans(self) -> tuple[OwnSpan, ...]:
-        """The spans that its bounds require."""
         later = max(1, self.min_answer_tokens - 1)
         wanted = {
             "latency_bound": (self.max_answer_tokens, True, 1),
@@ -90,7 +89,6 @@ class RequestClass:
 
 
 def spans_of(classes: Sequence[RequestClass]) -> list[OwnSpan]:
-    """Return the spans of all classes, one class after another."""
     return [span for each in classes for span in each.spans]
 
 
@@ -140,10 +138,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
 
 
 def answer_lengths(request: Request, completion: Completion) -> list[AnswerLength]:
-    """Return the lengths of a completion's samples that ended by themselves or at their limit.
-
-    Scores have no answers.
-    """
+    """Return the lengths of a completion's whole samples (no scores), ended by stop or limit."""
     admitted_s, ended_s = completion.timing.admitted_s, completion.timing.finished_s
     if admitted_s is None or request.params.only_scores:
         return []
@@ -161,9 +156,8 @@ def answer_lengths(request: Request, completion: Completion) -> list[AnswerLengt
 
 
 def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[RequestClass, ...]:
-    """Return the classes of the ended answers with bounds, the tightest first.
-
-    Classes may reserve half of the engine's `num_slots`; each reserves at least one.
+    """Return the classes of ended answers, the tightest first, that reserve up to half of the
+    slots.
     """
     by_bounds: dict[LatencyBounds, list[AnswerLength]] = {}
     for answer in answers:
@@ -182,8 +176,6 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
 @final
 @dataclass(frozen=True)
 class _BoundsGroup:
-    """Ended answers with the same bounds."""
-
     answers: list[AnswerLength]
     max_tokens: int
     min_tokens: int
@@ -209,8 +201,8 @@ def _merged(kinds: Sequence[_BoundsGroup], most: int) -> RequestClass:
     """Return the class of bounds groups in order of tightness, with at most `most` running
     sequences.
 
-    Its bound on a whole answer and its length are those of the tightest group: the tightest of all
-    bounds with the longest of all answers might be a combination that no request has.
+    Its whole-answer bound and length are the tightest group's, because the tightest bound with the
+    longest answer might be a combination that no request has.
     """
     answers = [answer for kind in kinds for answer in kind.answers]
     first, bounds = kinds[0], tightest(kind.bounds for kind in kinds)
@@ -223,7 +215,6 @@ def _merged(kinds: Sequence[_BoundsGroup], most: int) -> RequestClass:
 
 
 def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:
-    """Return the tightest bound of each kind."""
     by_kind = zip(*(astuple(each) for each in bounds), strict=True)
     return LatencyBounds(**dict(zip(_FIELDS.values(), map(min, by_kind), strict=True)))
 
@@ -233,9 +224,6 @@ def _num_running(answers: Sequence[AnswerLength], longest_s: float, most: int) -
 
     If times are unknown, it assumes that all observed answers run at once, plus a margin for
     chance.
-
-    Args:
-      longest_s: the longest bound on a whole answer of the class; infinity if one has none.
     """
     if longest_s == math.inf:
         longest_s = max((a.ran_s for a in answers if a.ran_s is not None), default=math.inf)

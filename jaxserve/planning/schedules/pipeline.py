@@ -79,10 +79,7 @@ class Pipeline:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a pass in the slowest stage, and through all stages.
 
-        Args:
-          batch, length: arguments of the attention, see `LayerCost.attention_s`.
-          num_tokens: tokens of the pass.
-          num_head_tokens: tokens that the last stage samples, if any.
+        `num_head_tokens` are sampled by the last stage; see `LayerCost` for the rest.
         """
 
         def layer_s(degree: Numbers) -> np.ndarray:
@@ -119,11 +116,7 @@ class Pipeline:
     def _layers_s(
         self, num_layers: int, layer_s: Callable[[Numbers], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds in the fullest single and sharded stage, and through all stages.
-
-        Args:
-          layer_s: returns the seconds of a layer on a number of devices.
-        """
+        """Return the seconds in the fullest single and sharded stage, and through all stages."""
         single_s = layer_s(1)
         # Without sharded stages their seconds do not count.
         sharded_s = layer_s(self.degree) if self.num_sharded.any() else single_s
@@ -145,12 +138,8 @@ class Pipeline:
     ) -> np.ndarray:
         """Return the bytes of weights and KV on the fullest device.
 
-        `Cluster.memory_share` leaves room for activations, which are small.
-
-        Args:
-          num_encode_layers: encode layers with weights of their own; 0 if they are the decode
-            layers.
-          num_decode_layers: decode layers, with the KV of `kv_tokens`.
+        `Cluster.memory_share` leaves room for activations, which are small. `num_encode_layers` is
+        0 if these are the decode layers.
         """
 
         def most(num_layers: int) -> np.ndarray:

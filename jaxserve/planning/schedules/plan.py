@@ -16,11 +16,7 @@ from jaxserve.scheduling.iteration.waa import WAA
 
 
 def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | Unified:
-    """Return the iteration shape that carries out a schedule.
-
-    Args:
-      reserved_slots: slots that only requests with bounds of their own may take.
-    """
+    """Return the iteration shape that carries out a schedule."""
     if schedule.layout.policy is Policy.CONTINUOUS:
         return Unified(
             chunk_tokens=schedule.chunk_tokens,
@@ -157,7 +153,6 @@ class Plan:
 
     @property
     def latency_bound_s(self) -> float:
-        """The bound on a whole answer; infinity for none."""
         return self.bounds.latency_s
 
     @property
@@ -185,7 +180,6 @@ class Plan:
         return f"no schedule keeps the bounds; the lowest, each for itself: {reached}"
 
     def iteration(self) -> RRA | WAA | Unified:
-        """Return the iteration shape that carries out the schedule."""
         return iteration_of(self.schedule, reserved_slots=self.reserved_slots)
 
     @property
@@ -238,7 +232,6 @@ class Plan:
         }
 
     def summary(self) -> str:
-        """Return the schedule and its bounds in a line."""
         given = ", ".join(f"{name} {s:.3g} s" for name, s in self.bounds.finite().items())
         return (
             f"{self._text}; bounds: {given or 'none'}"

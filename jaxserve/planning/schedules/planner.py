@@ -113,11 +113,7 @@ class SchedulePlanner(abc.ABC):
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
     ) -> Plan:
-        """Return `plan`; or if no schedule keeps the bounds, the schedule that misses them least.
-
-        Raises:
-          DeviceMemoryError: see `plan`.
-        """
+        """Return `plan`, or the schedule that misses the bounds least if none keeps them."""
         began_s = time.perf_counter()
         try:
             return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
@@ -180,11 +176,9 @@ class SchedulePlanner(abc.ABC):
         return tuple(found)
 
     def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
-        """Return the schedule with the highest throughput under bounds; None if none keeps them."""
         return chosen(space, bounds)
 
     def _nearest(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
-        """Return the schedule that misses the bounds least; None if none fits."""
         return space.best(nearest_to(bounds))
 
     def _finished(self, plan: Plan, space: Any) -> Plan:
@@ -202,7 +196,6 @@ class SchedulePlanner(abc.ABC):
         bounds: LatencyBounds,
         classes: Sequence[RequestClass],
     ) -> InfeasibleBoundError | DeviceMemoryError:
-        """Return the error with the lowest feasible value of each bound."""
         lowest, asked = {}, bounds.finite()
         space = self.space(lengths, ()) if classes else space
         for name in bounds.finite():
@@ -221,10 +214,7 @@ class SchedulePlanner(abc.ABC):
 
 
 def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
-    """Return the schedule with the highest throughput under bounds; None if none keeps them.
-
-    Of equal ones it is that with the lowest latency.
-    """
+    """Return the schedule with the highest throughput under bounds, of equal ones the fastest."""
     most = space.best(throughput_under(bounds))
     if most is None:
         return None

@@ -62,7 +62,6 @@ class DrawnRequests:
 
 
 def _context(num_prompt: int, config: EngineConfig) -> int:
-    """Return the tokens of the context that a prompt takes."""
     if not config.has_encoder:
         return num_prompt
     return -(-num_prompt // config.page_size) * config.page_size + 1
@@ -134,11 +133,11 @@ class Played:
     advances: np.ndarray = field(compare=False, repr=False)
 
     def span_s(self, num_tokens: int) -> float:
-        """Return the seconds in which a running answer gets `num_tokens` tokens.
+        """Return the seconds in which a running answer gets `num_tokens` tokens, which 99 % do not
+        exceed.
 
-        99 % of the simulated spans are no longer. If the simulation was too short for one, it
-        scales the seconds of an answer of the percentile length, or of steps if all answers have
-        one token.
+        If the simulation was too short, it scales the seconds of an answer of the percentile
+        length, or of steps if all answers have one token.
         """
         at_s, gained = self.advances
         reached = np.searchsorted(gained, gained + num_tokens)
@@ -192,15 +191,11 @@ class Player:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's present configuration, without speculation.
-
-        Plans do not count on accepted proposals; where they occur, answers end earlier.
-        """
+        """The engine's present configuration without speculation, on which plans do not count."""
         return self._config().without_proposals()
 
     @property
     def room(self) -> int:
-        """Tokens that the page pool holds."""
         return (self.config.num_pages - 1) * self.config.page_size
 
     def play(
@@ -269,12 +264,7 @@ class Player:
 class _Trace:
     """The events of a simulation; figures count from `begin`.
 
-    Args:
-      longest: output tokens of an answer of the percentile length.
-      level: of the percentile.
-
-    Attributes:
-      num_ended: ended answers since the start.
+    `longest` is the output tokens of an answer of the percentile `level`.
     """
 
     def __init__(self, longest: int, level: float):
@@ -299,12 +289,10 @@ class _Trace:
         self._running: list[int] = []
 
     def begin(self, now_s: float) -> None:
-        """Begin to measure, unless it has begun."""
         if self._begin_s is None:
             self._begin_s = self._end_s = now_s
 
     def add(self, news: Sequence[Progress], now_s: float, num_running: int) -> None:
-        """Record what a step delivered."""
         if self._begin_s is None:
             self.num_ended += sum(each.sequence.finish_reason is not None for each in news)
             return
@@ -360,7 +348,6 @@ class _Trace:
         return bisect.bisect_right(self._firsts, last_s, key=lambda each: each[1])
 
     def played(self, mean_tokens: float) -> Played:
-        """Return the figures; `mean_tokens` are those of an answer."""
         elapsed_s, answers_s = self._end_s - (self._begin_s or 0.0), self._answers_s()
         mean_running = float(np.mean(self._running))
         firsts_s = np.array([first_s for first_s, _ in self._firsts])

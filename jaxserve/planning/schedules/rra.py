@@ -25,8 +25,7 @@ _EXACT, _LONGER = 512, 1.01
 class RangeLeast:
     """The smallest values over ranges of an array's first index, in constant time each.
 
-    Level k of its table has the smallest of 2^k values from each index on; two of them, which may
-    overlap, cover a range.
+    Level k of its table has the smallest of 2^k values from each index; two of them cover a range.
     """
 
     def __init__(self, values: np.ndarray):
@@ -81,10 +80,8 @@ class DecodePhases:
 
         A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D.
         In a steady state with one new sequence a phase, iteration u has sum_k P(D >= k N_D + u) of
-        them, which never rises with u.
-
-        Args:
-          num_input_tokens: mean length of the inputs, whose KV is held too.
+        them, which never rises with u. `num_input_tokens` is the mean length of the inputs, whose
+        KV is held too.
         """
         num = max(1, iterations.max_length)
         # By iteration of an answer, from 0; the last phase may exceed the longest answer.
@@ -126,13 +123,10 @@ class DecodePhases:
 
 
 def _most_held(held: np.ndarray, num: int) -> np.ndarray:
-    """Return the most tokens held in an iteration of a phase, for N_D = 1 ... num.
+    """Return the most of `held` [2 num + 1] in an iteration of a phase, for N_D = 1 ... num.
 
     Of long phases only a sample is computed, each less than a hundredth longer than the one before.
     Phases between two samples get the larger value.
-
-    Args:
-      held: tokens of an answer in each of its iterations, from 0 on; [2 num + 1].
     """
     exact = np.arange(1, min(num, _EXACT) + 1)
     steps = math.ceil(math.log(max(1.0, num / _EXACT)) / math.log(_LONGER))
@@ -217,11 +211,8 @@ class RoundParts:
         sequences: np.ndarray,
         length: np.ndarray,
     ) -> RoundParts:
-        """Return the parts of rounds of B_E sequences.
-
-        Args:
-          sequences, length: decoding sequences per encoded one, and positions that they attend to
-            [configurations, parts].
+        """Return the parts of rounds of B_E sequences; `sequences` are decoding ones per encoded
+        one.
         """
         model, cost = deployment.model, deployment.cost
         num_stages = pipeline.num_stages
@@ -281,7 +272,6 @@ class RoundParts:
         return self.busy_s if self.overlaps else self.encode_s + self.stagger_s
 
     def round_s(self, num_decodes: np.ndarray) -> np.ndarray:
-        """Return the seconds of rounds with a number of decode iterations."""
         decode_s = num_decodes * self.iteration_s
         if not self.overlaps:
             return self.encode_s + self.stagger_s + decode_s
@@ -369,7 +359,6 @@ class RRATimeline:
         )
 
     def own_latencies_s(self, points: Points) -> list[np.ndarray]:
-        """Return the seconds that the tokens of each of `classes` take."""
         parts, pipeline = self._parts(points), self._pipelines[points.layout]
         prompts_s = self._own_prompts_s(pipeline, points.encode_batch, parts)
         return [
@@ -463,7 +452,6 @@ class RRATimeline:
         )
 
     def _latency_s(self, parts: RoundParts, num_decodes: np.ndarray, longest: int) -> np.ndarray:
-        """Return the seconds of an answer of `longest` iterations."""
         num_earlier = np.maximum(-(-longest // num_decodes), 1) - 1
         num_last = longest - num_earlier * num_decodes
         last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
@@ -486,11 +474,8 @@ class RRATimeline:
     def _own_share(
         self, latency_s: Callable[[int], np.ndarray], prompts_s: np.ndarray
     ) -> np.ndarray:
-        """Return `Estimates.own_share` of configurations.
-
-        Args:
-          latency_s: returns the seconds of answers of a number of iterations.
-          prompts_s: additional seconds of prompts.
+        """Return `Estimates.own_share`, from seconds of answers by iterations, plus seconds of
+        prompts.
         """
         shares = [(prompts_s + latency_s(num)) / bound_s for num, bound_s in self._classes]
         return np.max(shares, axis=0, initial=0.0) if shares else np.zeros(len(prompts_s))

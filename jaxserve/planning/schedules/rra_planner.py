@@ -24,10 +24,7 @@ from jaxserve.planning.step_times import StepTimes
 
 @final
 class RememberedTimeline:
-    """A `Timeline` that caches the figures of another one.
-
-    Searches with different scores halve the same boxes, so later searches compute little.
-    """
+    """A `Timeline` that caches the figures of another one, for searches with other scores."""
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
@@ -87,7 +84,6 @@ def _known(
 
 
 def _table(figures: Estimates | Best) -> np.ndarray:
-    """Return figures as floats [configurations, figures]."""
     return np.stack([np.asarray(getattr(figures, f.name), float) for f in fields(figures)], axis=1)
 
 
@@ -122,10 +118,8 @@ class RRAPlanner(SchedulePlanner):
 
     @classmethod
     def measured(cls, times: StepTimes, config: Callable[[], EngineConfig]) -> RRAPlanner:
-        """Return the planner of an engine with measured step times.
-
-        `config` returns the engine's present configuration, whose slots and page pool limit the
-        schedule.
+        """Return the planner of an engine with measured step times; slots and pages limit
+        schedules.
         """
 
         def deploy(lengths: TaskLengths) -> Deployment:

@@ -23,12 +23,10 @@ Score: TypeAlias = Callable[[Estimates | Best], np.ndarray]
 
 
 def throughput_under(bounds: LatencyBounds) -> Score:
-    """Return a score: the throughput, if the bounds are kept."""
     return lambda figures: np.where(bounds.met(figures), figures.throughput, 0.0)
 
 
 def shortest(name: str) -> Score:
-    """Return a score that is highest for the lowest latency of this name."""
     return lambda figures: np.where(figures.fits, 1.0 / getattr(figures, name), 0.0)
 
 
@@ -59,8 +57,6 @@ def shortest_with(bounds: LatencyBounds, throughput: float) -> Score:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A configuration and its figures, each of length 1."""
-
     timeline: Timeline
     point: Points
     estimates: Estimates
@@ -69,18 +65,13 @@ class Found:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """The best configuration so far, if any, and how many timelines were computed to find it.
-
-    Attributes:
-      score: the maximised value; 0 if none is found.
-    """
+    """The best configuration so far with its score (0 without one), and the search's effort."""
 
     found: Found | None = None
     score: float = 0.0
     num_evaluated: int = 0
 
     def counting(self, num: int) -> Candidate:
-        """Return this with `num` more evaluated timelines."""
         return replace(self, num_evaluated=self.num_evaluated + num)
 
     def improved(self, timeline: Timeline, points: Points, score: Score) -> Candidate:
@@ -92,7 +83,6 @@ class Candidate:
     def improved_by(
         self, timeline: Timeline, points: Points, estimates: Estimates, score: Score
     ) -> Candidate:
-        """Return the best of evaluated configurations if it is better than this."""
         counted = self.counting(len(points))
         scores = score(estimates)
         first = int(np.argmax(scores))
@@ -182,9 +172,6 @@ def search_among(
 
     Args:
       began_s: `time.perf_counter()` at the start of the search; by default now.
-
-    Raises:
-      InfeasibleBoundError, DeviceMemoryError
     """
     began_s = time.perf_counter() if began_s is None else began_s
     most = maximise(timelines, throughput_under(bounds))
@@ -240,8 +227,6 @@ def enumerate_all(
 
 @final
 class _Descent:
-    """Branch and bound over the boxes of one timeline."""
-
     def __init__(self, timeline: Timeline, score: Score, best: Candidate):
         self._timeline, self._score = timeline, score
         self._boxes = timeline.boxes()
@@ -276,7 +261,6 @@ class _Descent:
 
 
 def _amid(boxes: Boxes) -> Points:
-    """Return the geometric middle of each box."""
     low, high = boxes.low, boxes.high
     return Points(
         low.layout,
@@ -286,10 +270,7 @@ def _amid(boxes: Boxes) -> Points:
 
 
 def _halves(boxes: Boxes) -> Boxes:
-    """Split boxes along the variable with the largest ratio of its ends.
-
-    A box of one point, which only an initial box can be, is returned unchanged.
-    """
+    """Split boxes along the variable with the largest ratio of its ends; single points stay."""
     low, high = boxes.low, boxes.high
     by_batch = high.encode_batch * low.control >= high.control * low.encode_batch
     batch = np.sqrt(low.encode_batch * high.encode_batch).astype(int)
@@ -322,7 +303,6 @@ def _joined(first: Boxes, second: Boxes) -> Boxes:
 def _infeasible(
     timelines: Sequence[Timeline], bounds: LatencyBounds
 ) -> InfeasibleBoundError | DeviceMemoryError:
-    """Return the error with the lowest feasible value of each bound."""
     lowest: dict[str, float] = {}
     for name in bounds.finite() or ("latency_s",):
         best = maximise(timelines, shortest(name))

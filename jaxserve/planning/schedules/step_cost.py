@@ -74,14 +74,12 @@ class LayerStepCost:
         return seconds
 
     def _num_arrived(self, plan: StepPlan) -> float:
-        """Return the input tokens of the sequences that this step admits."""
         return float(sum(len(admission.request.prompt) for admission in plan.admissions))
 
     def _encode_s(self, batch: int, length: float, num_tokens: float) -> float:
         """Return the seconds from the first stage's begin to the last mini-batch's end.
 
-        The batches of a group that only encodes follow each other through its stages, so one batch
-        takes as long as in its slowest stage.
+        In a group that only encodes, batches overlap, so one takes as long as in its slowest stage.
         """
         model, cost, pipeline = self.deployment.model, self.deployment.cost, self.pipeline
         num = int(np.clip(batch, 1, pipeline.num_stages[0])) if self.decodes else 1
@@ -130,9 +128,6 @@ class MixedStepCost:
 
     A step's prompts and its first decode iteration are one pass, in micro-batches with the same
     number of tokens each. Further decode iterations follow. See `mixed_iteration_s`.
-
-    Attributes:
-      pipeline: the cluster's stages, arrays of length 1.
     """
 
     deployment: Deployment
@@ -176,7 +171,6 @@ class MixedStepCost:
 
 
 def pipeline_of(deployment: Deployment, layout: Layout) -> Pipeline:
-    """Return the stages of a whole cluster, in arrays of length 1."""
     cluster = deployment.cluster
     return Pipeline.of(
         np.array([cluster.num_devices]),

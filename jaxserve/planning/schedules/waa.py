@@ -144,11 +144,7 @@ class DecodeGroup:
         length: float,
         num_iterations: float,
     ) -> DecodeGroup:
-        """Return the decode groups of these pipelines.
-
-        Args:
-          micro_batches: the fewest and the most B_m.
-        """
+        """Return the decode groups of these pipelines, for the fewest and the most B_m."""
         num_stages = pipeline.num_stages
         fewest, most = (np.minimum(num, num_stages) for num in micro_batches)
         num_batches = -(-num_stages // most), -(-num_stages // fewest)
@@ -170,11 +166,7 @@ class DecodeGroup:
     def iteration_s(
         self, num_sequences: np.ndarray, *, at_most: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return R, and d + launch of one turn, for a total number of decoding sequences.
-
-        Args:
-          at_most: whether to use the slowest B_m of the range instead of the fastest.
-        """
+        """Return R, and d + launch of one turn, for the fastest B_m of the range, or the slowest."""
         turns, split = self.num_turns[::-1] if at_most else self.num_turns
         batch = np.maximum(num_sequences / split, 1.0)
         slowest_s, through_s = self.pipeline.pass_s(
@@ -201,8 +193,7 @@ class DecodeGroup:
     def settled(self, per_s: np.ndarray, full: np.ndarray) -> np.ndarray:
         """Return the number of decoding sequences if `per_s` begin a second.
 
-        By Little's law that is n = per_s E(D) R(n): the largest solution up to `full`, which a few
-        refinements from above approach.
+        By Little's law that is the largest solution of n = per_s E(D) R(n) up to `full`.
         """
         num = full
         for _ in range(_NUM_REFINEMENTS):
@@ -296,7 +287,7 @@ class WAATimeline:
         return Boxes(Points(layout, first + 1, ones), Points(layout, last, ones * self.max_control))
 
     def bound(self, boxes: Boxes) -> Best:
-        """Bound boxes as `Timeline.bound` says.
+        """Bound boxes by their smallest and largest B_E.
 
         Costs do not fall with the batch, so the smallest B_E has the shortest stages, and the
         largest the longest. The slowest rate of a box gives the fewest decoding sequences. Where
@@ -426,11 +417,7 @@ class WAATimeline:
         turn_s: np.ndarray,
         iteration_s: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of an answer of the percentile length, and of its first token.
-
-        Args:
-          encode_s: from its admission until its prompt is computed.
-        """
+        """Return the seconds of an answer of the percentile length, and of its first token."""
         deployment = self._deployment
         slow = 1 + deployment.decode_margin
         encoded_s = encode_s * (1 + deployment.encode_margin)
