@@ -295,7 +295,7 @@ def frontier_of(
 def neighbours_of(
     schedules: ScheduleSearch, outcome: ScheduleOutcome
 ) -> dict[str, ScheduleOutcome]:
-    """Return the schedules with B_E or `control` one step up or down, by names such as "N_D + 1"."""
+    """Return the schedules with B_E or `control` one step up or down, named such as "N_D + 1"."""
     control = outcome.control_name
     batch, found = outcome.schedule.encode_batch, {}
     for step, sign in ((-1, "-"), (1, "+")):

@@ -166,7 +166,7 @@ class DecodeGroup:
     def iteration_s(
         self, num_sequences: np.ndarray, *, at_most: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return R, and d + launch of one turn, for the fastest B_m of the range, or the slowest."""
+        """Return R, and d + launch of one turn, for the range's fastest B_m, or its slowest."""
         turns, split = self.num_turns[::-1] if at_most else self.num_turns
         batch = np.maximum(num_sequences / split, 1.0)
         slowest_s, through_s = self.pipeline.pass_s(
