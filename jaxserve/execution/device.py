@@ -65,10 +65,7 @@ _SMALLEST, _LARGER = slice(1), slice(1, None)
 class DeviceExecutor:
     """An executor that owns the page cache and the slots on the device and borrows the parameters.
 
-    Args:
-      cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
-      strict: raise on any compilation after the warm-up.
-      takes_masks: warm up what requests with a grammar need.
+    It donates the cache to each step and keeps the step's result.
     """
 
     def __init__(

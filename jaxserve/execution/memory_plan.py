@@ -48,7 +48,6 @@ class PoolSize:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
       free_bytes: free memory of the device without the pool, the states and the temporaries.
-      step: the memory that the largest step needs.
       state_bytes: size of the states in slots; 0 for a model without recurrent layers.
     """
 

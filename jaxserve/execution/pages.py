@@ -118,8 +118,7 @@ class OwnShards:
     ) -> list[Any]:
         """Return arrays for a jitted function from this process's part of each.
 
-        They have the KV heads of all processes, as `like`, and go to `place`, by default that of
-        `like`.
+        They have all KV heads, as `like`, and go to `place`, by default that of `like`.
         """
         if self._has_all:
             return list(values) if place is None else jax.device_put(list(values), place)
@@ -325,12 +324,9 @@ def _as_in(cache: KVCache, leaves: Sequence[Any]) -> Any:
 class DevicePages:
     """The page cache on the device, and the pages that were copied from it to the host.
 
-    Every step donates `cache` and replaces it with its result.
-
-    Args:
-      place: sharding of the cache's buffers.
-      max_incoming_bytes: maximum size of pages in transit from the host.
-      copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
+    Every step donates `cache` and replaces it with its result. At most `max_incoming_bytes` are in
+    transit from the host. `copy` returns pages of a buffer by their ids; by default `gathered`,
+    jitted.
     """
 
     def __init__(

@@ -191,7 +191,7 @@ class GroupMaker:
     def moved_bytes(
         self, params: Sequence[Any], groups: DeviceGroups, shared: Leaves
     ) -> WeightsMemory:
-        """Return the bytes of weights during and after a move; `shared_leaves` stay in memory."""
+        """Return the bytes of weights during and after a move; `shared` arrays stay in memory."""
         places = [state_shardings(params[0], mesh) for mesh in meshes_of(groups)]
         return weights_memory(params, list(map(jax.tree.leaves, places)), shared)
 
@@ -244,10 +244,7 @@ class GroupMaker:
     def prepare(
         self, groups: DeviceGroups, params: Any, num_pages: int, check: Check
     ) -> PreparedGroups:
-        """Make executors without weights and caches, and compile if the options have a warm-up.
-
-        Only shapes and dtypes of `params` are read; each group's pool has `num_pages` pages.
-        """
+        """Make executors without weights and caches, and compile if the options have a warm-up."""
         prepared = PreparedGroups(
             [
                 self._prepared(mesh, params, config)

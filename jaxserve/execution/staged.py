@@ -124,11 +124,7 @@ class StagedHostMemory:
 
 @final
 class StagedSteps:
-    """Submits mixed steps to all stages, and sends the tokens of the last stage to the rest.
-
-    `stages` is the executor's list, which is empty once closed. A step has at most `micro_batches`
-    micro-batches; `tell` is called with each pass of one.
-    """
+    """Submits mixed steps to all stages, and sends the tokens of the last stage to the rest."""
 
     def __init__(
         self, stages: Sequence[DeviceStage], micro_batches: int, tell: Callable[[Pass], None]

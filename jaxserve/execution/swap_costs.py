@@ -81,8 +81,7 @@ class KeptSwapCosts:
 class SwapCostMeter:
     """The swap costs of an executor: from an earlier start, or measured in short pieces.
 
-    `timings` begins a measurement (`measured_costs`). Without host pages there is nothing to
-    measure. `costs` is None until they are measured.
+    `timings` begins a measurement (`measured_costs`). `costs` is None until they are measured.
     """
 
     def __init__(

@@ -39,10 +39,7 @@ class AdapterUsage:
 
 @final
 class Adapters:
-    """A thread-safe table of the loaded adapters; `layout` is None for a runtime without adapters.
-
-    `generation` counts the changes of the arrays.
-    """
+    """A thread-safe table of the loaded adapters; `generation` counts the changes of the arrays."""
 
     def __init__(
         self, layout: AdapterLayout | None, params: nnx.State, replicas: Replicas, most: int

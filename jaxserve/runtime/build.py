@@ -107,7 +107,7 @@ def with_end_tokens(
     more: Sequence[str | int],
     vocab_size: int,
 ) -> tuple[Tokenizer | None, Sequence[int] | None]:
-    """Return the tokenizer and the end tokens, including valid ones of the option `end_tokens`."""
+    """Add the option `end_tokens` to a tokenizer and end tokens, or raise InvalidConfigError."""
     if not more:
         return tokenizer, eos_token_ids
     ids: Sequence[str | int] = more if tokenizer is None else tokenizer.ids_of(more)
@@ -347,10 +347,7 @@ class Place:
 def place_replicas(
     params: Any, mesh: Mesh | StagePlan | DeviceGroups | None, model_config: Any
 ) -> list[Place]:
-    """Return a place for each index of the mesh's `data` axis.
-
-    Parameters that are already on its devices are shared, not copied.
-    """
+    """Return a place for each index of the mesh's `data` axis; placed arrays are not copied."""
     if isinstance(mesh, DeviceGroups):
         [encode], [decode] = (place_replicas(params, each, model_config) for each in mesh.both)
         return [replace(encode, decode=decode)]
@@ -449,9 +446,8 @@ def load_drafter(
 ) -> Drafter | None:
     """Return the draft model of the options; None without one.
 
-    `has_mesh` says whether a mesh, stages or device groups were given. Raises InvalidConfigError if
-    the draft model does not fit the served model or cannot be served with it, and ModelError or
-    DownloadError if it cannot be loaded.
+    Raises InvalidConfigError if it does not fit the served model or cannot be served with it, and
+    ModelError or DownloadError if it cannot be loaded.
     """
     given = options.draft_model
     if given is None:

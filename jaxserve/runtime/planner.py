@@ -58,8 +58,7 @@ class PlanController:
     """Carries out plans on all replicas, and adapts them on a thread to the lengths of answers.
 
     A search takes tenths of a second of the thread, while the engines serve; they adopt a schedule
-    between two steps. The thread starts with the first adaptation. `regrouper` moves devices
-    between two groups, as a plan needs; None with one group.
+    between two steps. The thread starts with the first adaptation.
     """
 
     def __init__(self, replicas: Replicas, regrouper: Regrouper | None = None):

@@ -77,11 +77,8 @@ class Regrouper:
     tokens, and their KV is recomputed. If anything fails, the weights are put back, and the groups
     serve as before. If that fails too, the engine fails.
 
-    One thread at a time may call `move`; any thread may call `options`.
-
-    Args:
-      executor: the executor of both groups, without wrappers.
-      placing: held while weights are placed, so that no devices move between groups.
+    One thread at a time may call `move`; any thread may call `options`. The lock `placing` is held
+    while weights are placed, so that no devices move between groups.
 
     Attributes:
       num_moves: number of moves so far, which identifies the present groups.

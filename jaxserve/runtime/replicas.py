@@ -106,12 +106,7 @@ class Replicas:
     """The replicas of one runtime, to which requests are routed. It is thread-safe.
 
     When one engine fails, all later requests fail; requests that run on other engines end as usual.
-
-    Args:
-      executors: executors after their warm-up, each with the size of its page pool; the caller
-        closes them afterwards.
-      logs: logs that get every request that ends.
-      disks: a disk tier for each executor; empty for no disk tiers.
+    The caller closes the executors afterwards.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.

@@ -667,7 +667,7 @@ class Runtime:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
         It waits until no request runs. Requests that are submitted during the call start after it.
-        It overwrites cached pages. The measured times value later pages.
+        It overwrites cached pages. Later pages are valued by the measured times.
 
         Args:
           rounds: repetitions of the whole measurement; the result has the medians.
