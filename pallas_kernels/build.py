@@ -290,10 +290,7 @@ def is_own(about: os.stat_result) -> bool:
 def read_own_file(path: Path) -> bytes:
     """Return the contents of a file that only this user can write to.
 
-    Raises:
-      FileNotFoundError: there is no such file.
-      PermissionError: another user owns it or can write to it, or it is a link.
-      OSError: it cannot be read.
+    Raise PermissionError if another user owns it or can write to it, or if it is a link.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb") as file:

@@ -78,8 +78,7 @@ def compile_together(
 def register_called(executable: bytes, handlers: Sequence[Handler] = HANDLERS) -> None:
     """Register the kernels whose targets are named in a serialised executable, so that it loads.
 
-    Raises:
-      NotImplementedError: it names a kernel that is missing or has another version.
+    Raise `NotImplementedError` if it names a kernel that is missing or has another version.
     """
     called = set(re.findall(rb"pallas_kernels\.\w+\.[0-9a-f]{16}", executable))
     known = {_name(handler).encode(): handler for handler in handlers} if called else {}

@@ -9,13 +9,10 @@ from pallas_kernels import dispatch
 
 
 def require_triton(written: jax.typing.DTypeLike | None = None) -> None:
-    """Check that the call is compiled for a GPU that Triton serves.
+    """Raise NotImplementedError unless the call is compiled for a GPU that Triton serves.
 
-    Args:
-      written: dtype that the kernel converts numbers to.
-
-    Raises:
-      NotImplementedError: it is not; the message names the platform or its compute capability.
+    The message names the platform or its compute capability. `written` is the dtype that the kernel
+    converts numbers to.
     """
     platform = dispatch.target_platform()
     if platform != "cuda":
@@ -31,12 +28,11 @@ def require_triton(written: jax.typing.DTypeLike | None = None) -> None:
 
 
 def require_addressable(*arrays: jax.Array | jax.ShapeDtypeStruct | None) -> None:
-    """Check that the offsets that Pallas computes for Triton reach every element.
+    """Raise NotImplementedError unless the offsets that Pallas computes for Triton reach every
+    element.
 
-    The offsets are signed 32-bit element counts for arrays of up to 4 GiB, and 64-bit beyond.
-
-    Raises:
-      NotImplementedError: an array of up to 4 GiB has 2^31 elements or more.
+    They are signed 32-bit element counts for arrays of up to 4 GiB, and 64-bit beyond, so an array
+    of up to 4 GiB must have fewer than 2^31 elements.
     """
     for array in arrays:
         if array is not None and array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:

@@ -49,10 +49,8 @@ def flat(*, omit: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return a decorator that replaces each dataclass parameter of a command by its fields.
 
     Typer reads the resulting signature, and the command gets the dataclasses. A field has the
-    annotation of an option, and its default is the option's default.
-
-    Args:
-      omit: fields that are not options of this command, and keep their defaults.
+    annotation of an option, and its default is the option's default. Fields in `omit` are not
+    options of this command, and keep their defaults.
     """
 
     def decorate(command: Command) -> Command:
@@ -446,9 +444,7 @@ class ServiceOptions:
     def open(self, model: str, *, conversations: Path | None = None, **more: Any) -> Service:
         """Open the service; a process that does not lead serves the leader, and then exits.
 
-        Args:
-          conversations: the journal of conversations; None for none.
-          more: values that the command sets itself, which override its options.
+        `conversations` is the journal; `more` are values of the command that override its options.
         """
         settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
         return open_service(model, **settings)

@@ -42,12 +42,9 @@ _T = TypeVar("_T")
 @final
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """The replica that is to answer a request, with the work that is counted for it.
+    """The replica that is to answer a request, with the expected tokens (`work`) counted for it.
 
-    Attributes:
-      index: index of the seat.
-      work: expected tokens.
-      num_cached: leading pages of the prompt that it probably has.
+    `index` is that of the seat; `num_cached` leading pages of the prompt are probably cached there.
     """
 
     index: int

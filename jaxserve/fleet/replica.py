@@ -145,8 +145,7 @@ def _text(prompt: Any) -> str | None:
 class Started:
     """The facts about a replica that serves: its process, its machine, its limits in tokens.
 
-    Attributes:
-      num_host_pages: pages of host memory, through which KV goes to another replica.
+    `num_host_pages` are pages of host memory, through which KV goes to another replica.
     """
 
     pid: int

@@ -37,11 +37,7 @@ class FleetUpdate:
 
 @final
 class NewestWeights:
-    """The weights that a process takes before it serves.
-
-    Attributes:
-      version: version of these weights; 0 for those of the model's own files.
-    """
+    """The weights that a process takes before it serves; version 0 is the model's own files."""
 
     def __init__(self) -> None:
         self.version = 0

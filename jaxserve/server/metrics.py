@@ -178,7 +178,9 @@ class Metrics:
         self._observe_times(completion)
 
     def predicted(self, estimate: LengthEstimate | None, sample: Sample) -> None:
-        """Compare a sample's first estimated length with its length, unless it was cut short."""
+        """Compare a sample's first estimated length with its length, if it has neither failed nor
+        been cancelled.
+        """
         if estimate is None or sample.finish_reason not in ("stop", "length"):
             return
         num_tokens = len(sample.token_ids)

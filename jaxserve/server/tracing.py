@@ -15,10 +15,8 @@ from jaxserve.server.errors import RefusedError
 class RequestTrace:
     """The attributes of one request's span, as they become known.
 
-    Attributes:
-      error: type name of the error that ended a request, or the code of a server error; None
-        without an error.
-      model: name of the adapter that answers; None for the served model itself.
+    `error` is the type name of the error that ended a request, or the code of a server error;
+    `model` is the name of the adapter that answers, or None for the served model itself.
     """
 
     def __init__(self) -> None:

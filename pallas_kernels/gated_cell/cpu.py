@@ -124,8 +124,7 @@ class TaskColumns:
 def pack_gates(cell: GatedCell) -> Float[Array, " packed"]:
     """Return the weight of a cell in the order in which `gated_tasks` reads it, computed now.
 
-    Raises:
-      NotImplementedError: there is no C++ compiler.
+    Raise `NotImplementedError` without a C++ compiler.
     """
     if cell.kind == "lookup" or cell.kind not in NUMBERS:
         return jnp.zeros(0, jnp.float32)

@@ -99,7 +99,7 @@ def make_inputs(shape: GatedShape, seed: int) -> dict[str, Any]:
 def _operands(
     shape: GatedShape, array: Callable[..., Any], slots: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Return the operands; `array(size)` and `slots(...)` make arrays and row numbers."""
+    """Return the operands; `array(*size)` makes arrays, `slots()` row numbers."""
     cell = KINDS[shape.kind]
     pool, table = array(shape.num_slots, shape.hidden), array(shape.num_slots, shape.width)
     # The embedding is the first input of every kind that has one.

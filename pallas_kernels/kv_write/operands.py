@@ -35,10 +35,8 @@ def quantize(
 ) -> tuple[Real[Array, "*heads head_dim"], Float32[Array, "*heads"]]:
     """Quantize `values` [..., head_dim] to `dtype`; return them and their float32 scales [...].
 
-    The values are approximately the quantized values times their scales.
-
-    Raises:
-      ValueError: `dtype` is not one of `LARGEST`.
+    The values are approximately the quantized values times their scales. Raise ValueError
+    unless `dtype` is one of `LARGEST`.
     """
     name = jnp.dtype(dtype).name
     if name not in LARGEST:

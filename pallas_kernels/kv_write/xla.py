@@ -55,10 +55,8 @@ def kv_write(
 
     Args:
       pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: index of the cache's layer.
+      layer, page, offset: as in `rotate_and_write`.
       values: [tokens, kv_heads, head_dim].
-      page, offset: int32 [tokens], each token's page and its offset in the page. A pair may occur
-        once, except in page 0, the null page for padding, whose content is undefined.
 
     Returns:
       `pages` with the tokens written.

@@ -64,12 +64,9 @@ def rowwise_product(
 ) -> Float[Array, "tokens out"]:
     """Return gate(x @ weight + bias) + residual, in float32 and rounded once.
 
-    Args:
-      weight: [in, columns], or [columns, in] with `transposed`.
-      is_gated: the result is silu(first half of the columns) * second half.
-
-    Raises:
-      NotImplementedError: it cannot serve this case; the message says why.
+    The weight is [in, columns], or [columns, in] with `transposed`. With `is_gated`, the result is
+    silu(first half of the columns) * second half. Raise `NotImplementedError`
+    for a case that it cannot serve, with the reason.
     """
     if not interpret:
         gpu.require_triton()

@@ -80,8 +80,7 @@ class Configuration:
     ) -> tuple[Any, dict[str, Any]]:
         """Return a function for `jax.jit` and its arguments: abstract arrays, a plan for an H100.
 
-        Args:
-          width: pages of a row's page table.
+        A row's page table has `width` pages.
         """
         tokens = num_rows if self.is_decode else num_tokens
         tiling = tiling_for(

@@ -32,8 +32,7 @@ def paged_attention(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Implement `api.paged_attention`. Tokens in no row get zeros.
 
-    Args:
-      interpret: run in the interpreter with race detection, on any platform, for tests; very slow.
+    `interpret` detects races and is very slow.
     """
     if jax.__version_info__ < _MIN_JAX:
         raise NotImplementedError(f"it needs JAX 0.11 or newer, not {jax.__version__}")

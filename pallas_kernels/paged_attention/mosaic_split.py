@@ -120,7 +120,6 @@ class SplitSizes:
 
     @property
     def queries(self) -> int:
-        """Maximum number of queries of an item."""
         return self.columns // self.group
 
     @property
@@ -450,7 +449,7 @@ class _Attending:
         return values, new, total
 
     def _product(self, left: Any, right: Any, rows: int) -> jax.Array:
-        """Return the float32 product of two references to shared memory, `rows` high."""
+        """Return the float32 product of two references to shared memory, with `rows` rows."""
 
         def product(accumulator: Any) -> jax.Array:
             mosaic.wgmma(accumulator, left, right)

@@ -78,7 +78,6 @@ class Item:
 
 
 def rows_of(part: int, size: int) -> Any:
-    """Return the slice of rows of an array's part number `part`."""
     return pl.ds(part * size, size)
 
 
@@ -393,7 +392,6 @@ class _Attending:
         item: Item,
         position: jax.Array,  # int32 [ROWS]
     ) -> Softmax:
-        """Attend to a block with keys that some queries do not see."""
         memory = self.memory
         stage = lax.rem(before + block, self.kernel.num_stages)
         mosaic.barrier_wait(memory.k_is_full.at[stage])
@@ -421,7 +419,7 @@ class _Attending:
     def _weigh(
         self, logits: jax.Array, scale: float, softmax: Softmax
     ) -> tuple[Softmax, jax.Array]:
-        """Return the softmax rescaled and with the weights' sum added, and the weights."""
+        """Return the softmax, rescaled and with the weights' sum added, and the weights."""
         values, maximum, total = softmax
         new = lax.max(maximum, jnp.max(logits, axis=1) * scale)
         kept = jnp.exp2(maximum - new)

@@ -171,9 +171,7 @@ class Capacity:
     ) -> Capacity:
         """Return a capacity for any batch of `num_tokens` queries in at most `num_rows` rows.
 
-        Args:
-          max_context: maximum context length in tokens.
-          is_decode: every row has one query.
+        Contexts have up to `max_context` tokens; with `is_decode`, every row has one query.
         """
         rows = min(num_rows, num_tokens)
         # A row's last item of either kernel may be short.

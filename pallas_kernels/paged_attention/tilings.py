@@ -63,7 +63,6 @@ def entry_for(
     """Return the first entry that fits these heads and this device; see `tiling_for`.
 
     With `chunk_invariant`, the entry must have a part of this name, which overrides the rest.
-    `NotImplementedError` if no entry fits.
     """
     for entry in (*_entries(TUNED, kind), *_entries(_TABLE, kind)):
         has_heads = (

@@ -32,10 +32,7 @@ _MAX_WIDTH = 256
 def paged_attention(
     call: AttentionCall, *, interpret: bool = False
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """Implement `api.paged_attention`, writing the output over the queries where it can.
-
-    `interpret` runs on any platform, for tests.
-    """
+    """Implement `api.paged_attention`, writing the output over the queries where it can."""
     if not interpret:
         gpu.require_triton()
     q, plan = call.q, call.plan
@@ -111,8 +108,7 @@ def merge(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Return `out` with the partial results of another split kernel merged.
 
-    Args:
-      sums: the maxima, to base 2 and whole numbers, and the sums.
+    `sums` are the maxima, to base 2 and whole numbers, and the sums.
     """
     tiling = plan.tiling
     kernels = Kernels(
@@ -200,8 +196,7 @@ class Operands:
 class Kernels:
     """The static parameters of the kernels; the merge kernel needs those without a default.
 
-    Attributes:
-      is_turned: whether values of partial results are [partials, kv_heads, head_dim, split_rows].
+    With `is_turned`, values of partial results are [partials, kv_heads, head_dim, split_rows].
     """
 
     tiling: Tiling
@@ -338,9 +333,8 @@ def _attend(
 ) -> Callable[[jax.Array, jax.Array], Softmax]:
     """Return a function from (begin, end) to the queries' softmax over keys in that range.
 
-    Args:
-      given: the output before the kernel, which has the queries. An item reads its own before it
-        overwrites them, and no other item reads them.
+    `given` is the output before the kernel, which has the queries. An item reads its own queries
+    before it overwrites them, and no other item reads them.
     """
     block, page_size = kernels.block_keys, kernels.page_size
     q = triton.load(given.at[queries.at], mask=queries.mask, other=0.0)

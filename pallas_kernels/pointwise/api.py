@@ -90,7 +90,10 @@ def layer_norm(
 def log_sum_exp(
     x: Float32[Array, "rows width"], *, implementation: SumImplementation | None = None
 ) -> Float32[Array, " rows"]:
-    """Return log(sum(exp(x))) over the last axis, without overflow; "triton" on NVIDIA GPUs."""
+    """Return log(sum(exp(x))) over the last axis, without overflow.
+
+    "triton" is the choice on NVIDIA GPUs.
+    """
     if x.ndim != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
     return dispatch.call(

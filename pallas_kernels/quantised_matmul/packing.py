@@ -75,8 +75,7 @@ def pack(
 ) -> PackedMatrix:
     """Return codes [*lead, out, in] in panels; `in` is a multiple of `group`.
 
-    Raises:
-      ValueError: `bits`, `group` or the depth is not one that can be packed.
+    Raise ValueError if `bits`, `group` or the depth cannot be packed.
     """
     if bits not in (4, 8) or group % (32 // bits) or codes.shape[-1] % group:
         raise ValueError(

@@ -49,10 +49,7 @@ def quantised_matmul(
     out_dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> Float[Array, "tokens out"]:
-    """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis.
-
-    `interpret` runs on any platform, for tests.
-    """
+    """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis."""
     if not interpret:
         gpu.require_triton(jnp.float8_e4m3fn if weight.is_float else None)
         if dispatch.is_partitioned():
@@ -124,8 +121,7 @@ class _Sizes:
     def of(cls, shape: tuple[int, ...], weight: PackedMatrix) -> _Sizes:
         """Return the parameters for activations of this shape.
 
-        Raises:
-          NotImplementedError: blocks of a power of two do not fit the groups.
+        Raise `NotImplementedError` if blocks of a power of two do not fit the groups.
         """
         tokens, inputs = shape
         few = tokens <= _FEW_TOKENS

@@ -23,8 +23,6 @@ _PAGE_SIZE = 64
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The static arguments of `whole_attention`."""
-
     length: int
     scale: float
     sliding_window: int | None

@@ -92,7 +92,6 @@ InClass = Annotated[LatencyClass, Depends(_latency_class)]
 
 
 def new_id(prefix: str) -> str:
-    """Return a unique id of an answer."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 

@@ -176,7 +176,6 @@ def _emptied(completion: Completion) -> tuple[Sample, ...]:
 
 
 def _prompts(body: CompletionRequest) -> Any:
-    """Return a list of prompts, also for a single prompt."""
     given: Any = body.prompt
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
