@@ -465,11 +465,9 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 class Conversations:
     """Opens, lists and deletes conversations (`Service.conversations`). Thread-safe.
 
-    Attributes:
-      journal: stores the turns.
-      client: answers the turns.
-      tokenizer: None restricts conversations to token ids.
-      vocabulary: fingerprint of what token ids mean; equal for equal tokenizers.
+    The `journal` stores their turns, and the `client` answers them. Without a `tokenizer`
+    conversations are token ids. `vocabulary` is a fingerprint of what those mean; equal for equal
+    tokenizers.
     """
 
     def __init__(
@@ -512,10 +510,8 @@ class Conversations:
         return opened
 
     def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
-        """Begin a conversation with a history, for `Conversation.fork`.
-
-        Raises:
-          InvalidConfigError: the id is not valid, or a conversation with this id exists.
+        """Begin a conversation for `Conversation.fork`; InvalidConfigError if the id is invalid or
+        used.
         """
         id = _checked_id(id)
         with self._lock:
@@ -532,11 +528,7 @@ class Conversations:
         return self.journal.list()
 
     def delete(self, id: str) -> None:
-        """Delete a conversation, opened or not.
-
-        Raises:
-          UnknownConversationError: no conversation has this id.
-        """
+        """Delete a conversation, opened or not; UnknownConversationError if none has this id."""
         with self._lock:
             opened = self._open.get(id)
         if opened is None:

@@ -71,12 +71,10 @@ def check_journal(path: str | Path | None) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class JournalEntry:
-    """A conversation in the journal.
+    """A conversation in the journal; `key` is unique even if a later one has the same `id`.
 
-    Attributes:
-      key: unique, even if a later conversation has the same id.
-      vocabulary: fingerprint of what its token ids mean.
-      created_s, used_s: times of its first and last turn, in seconds since 1970.
+    `vocabulary` is a fingerprint of what its token ids mean. `created_s` and `used_s` are the times
+    of its first and last turn, in seconds since 1970.
     """
 
     key: int

@@ -43,9 +43,7 @@ class Render(Protocol):
 class NextPrompt:
     """The prompt of a turn.
 
-    Attributes:
-      num_kept: leading tokens that the history has.
-      messages: the new messages; None if the turn is token ids.
+    The history has its first `num_kept` tokens. `messages` is None if the turn is token ids.
     """
 
     token_ids: tuple[int, ...]
@@ -179,7 +177,6 @@ def as_messages(said: Any) -> tuple[Message, ...]:
 
 
 def _parsed(said: Any) -> tuple[tuple[Message, ...] | None, tuple[int, ...]]:
-    """Return messages and no token ids, or None and token ids."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}] if said else ()
     elif isinstance(said, Mapping):
@@ -217,8 +214,7 @@ def _continuation(
 ) -> Sequence[int] | None:
     """Return the token ids between the history and the next answer, or None (see `ChatTemplate`).
 
-    The template's end of a turn is left out if the last answer ended with it, and added if the last
-    answer was cut off.
+    The template's end of a turn is left out or added, so that it follows the last answer once.
     """
     last = history.turns[-1]
     go_on = render.continuation if render else tokenizer.chat_continuation

@@ -92,8 +92,7 @@ class Answer:
     def go_on_with(self, weights: Weights, scheduler: Scheduler) -> None:
         """Continue with new weights; nothing is in flight.
 
-        A sample whose first token is of older weights than may be kept ends with an error, which
-        the sink gets at once.
+        A sample whose first token is of older weights than may be kept ends with an error.
         """
         for sequence, versions in zip(self.sequences, self._versions, strict=True):
             if sequence.phase is Phase.FINISHED or versions.newest == weights.version:
@@ -195,7 +194,6 @@ class Answer:
         scheduler.stop_at(sequence, num_tokens)
 
     def _new_estimate(self, sequence: Running, scheduler: Scheduler) -> LengthEstimate | None:
-        """Return the estimate of a sample's length if it is new to the sink."""
         if self._sink is None:
             return None
         known = self._estimates[sequence.sample_index]

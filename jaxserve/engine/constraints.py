@@ -81,7 +81,6 @@ class Constraints:
         }
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Follow the samples of a new request if it has a grammar."""
         if self._grammars is None:
             return
         for sequence in sequences:
@@ -160,7 +159,6 @@ class Constraints:
             self._propose(followed)
 
     def _propose(self, followed: _Followed) -> None:
-        """Propose what may follow an answer's newest token in its grammar."""
         scheduler, sequence = self._scheduler, followed.sequence
         scheduler.speculation.suggest(sequence, ())
         if sequence.phase is not Phase.RUNNING or not sequence.output:

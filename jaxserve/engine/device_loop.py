@@ -121,7 +121,6 @@ class DeviceLoop(Generic[_Job]):
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that `submit` would raise, if any."""
         with self._changed:
             self._raise_if_over()
 

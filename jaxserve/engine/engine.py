@@ -46,8 +46,6 @@ class Engine:
     """Drives an executor with a policy's plans. It is not thread-safe: one loop owns it.
 
     Args:
-      executor: the executor of a device or a simulation.
-      policy: decides which sequences run, when, and with how much memory.
       clock: the clock of the records; the executor's own clock if it is simulated.
       max_in_flight: maximum number of steps that are submitted and not collected; 2 keeps the
         device busy while the host plans.
@@ -122,7 +120,6 @@ class Engine:
         return self._kv.retrieval.gives_up_s is not None
 
     def outlook(self) -> dict[str, Outlook]:
-        """Return the outlook of each request that has tokens left to compute, by request id."""
         return outlooks(self.scheduler, self.recorder.iteration_s)
 
     def add(self, request: Request) -> list[Sequence]:
@@ -246,11 +243,7 @@ class Engine:
             raise
 
     def import_kv(self, tokens: Seq[int], kv: KVPages) -> int:
-        """Cache the leading full pages of `tokens` on the host; return how many it had room for.
-
-        Raises:
-          InvalidConfigError: `kv` is of other weights, or of pages of another size.
-        """
+        """Cache leading full pages of `tokens`, exported elsewhere, as `PageTransfer.load` does."""
         return self._kv.transfer.load(tokens, kv)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
@@ -269,7 +262,6 @@ class Engine:
         self.scheduler.speculation.forget_answers()
 
     def name_of(self, version: int) -> WeightsName:
-        """Return the name of the executor's present weights, for `weights_changed`."""
         return self._kv.weights.name_of(version)
 
     def weights_changed(self, weights: Weights, name: WeightsName, *, keeps_kv: bool) -> None:
@@ -301,12 +293,9 @@ class Engine:
             self._kv.close()
 
     def adopt(self, iteration: IterationShape[Any]) -> None:
-        """Plan by another iteration shape, or by other settings of the same one, from now on.
+        """Plan by another iteration shape or other settings, as `Scheduler.adopt` does.
 
         Call it between two steps, which may be in flight. No request is lost or preempted.
-
-        Raises:
-          InvalidConfigError: it plans for another number of device groups.
         """
         self.scheduler.adopt(iteration)
 
@@ -342,7 +331,6 @@ class Engine:
         self.scheduler.resize(num_pages, moves)
 
     def abandon(self) -> None:
-        """Drop the steps in flight, for shutdown."""
         for lane in self._in_flight.values():
             lane.clear()
 
@@ -407,10 +395,7 @@ class Engine:
 
 
 def restart_computed(scheduler: Scheduler) -> int:
-    """Recompute every sequence that has KV, on the device or the host; nothing is in flight.
-
-    Return the number of computed tokens lost.
-    """
+    """Recompute every sequence with KV, none in flight; return the number of tokens lost."""
     swapped_out = (sequence for sequence in scheduler.waiting if sequence.kv.host_pages)
     computed = (*scheduler.running, *swapped_out)
     num_tokens = sum(sequence.kv.num_computed for sequence in computed)

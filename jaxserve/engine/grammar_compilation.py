@@ -79,9 +79,8 @@ class CompileJob:
     def result(self, timeout_s: float) -> Any:
         """Return what the function returned.
 
-        Args:
-          timeout_s: the most seconds that it may wait for a thread, after which it is dropped, and
-            then the most that it may run.
+        It may wait for a thread for `timeout_s`, after which it is dropped, and then run for as
+        long.
 
         Raises:
           TimeoutError: it runs for longer; its thread continues with it.

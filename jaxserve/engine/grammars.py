@@ -95,8 +95,6 @@ class CompiledGrammar:
 
 
 class _Task(NamedTuple):
-    """A matcher, and the arguments with which llguidance computes its masks."""
-
     matcher: Matcher
     given: tuple[Any, ...]
 
@@ -171,7 +169,6 @@ class Grammars:
         return TokenMasks.begin(rows, lambda: self._masks(matchers), self._masking)
 
     def close(self) -> None:
-        """Stop the threads when their present work is complete."""
         with self._lock:
             self._is_closed = True
             if self._compiling is not None:

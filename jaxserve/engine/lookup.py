@@ -75,7 +75,6 @@ class HostLookup:
         self._misses = self._misses * _MEMORY + (num_right < max(1, num_proposed))
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens, and index some places that are not indexed yet, the first ones first."""
         self._tokens += tokens
         known = self._tokens
         most = self._num_placed + len(tokens) + _TOKENS_A_STEP

@@ -17,14 +17,9 @@ _MAX_MESSAGE = 300
 class Matcher:
     """Follows the tokens of one answer. One thread at a time uses it.
 
-    Args:
-      inner: an `llguidance.LLMatcher` of its own, before the first token.
-      min_tokens: tokens before which the answer may not end.
-      end_token_ids: tokens that end it.
-
-    Attributes:
-      mask_s: seconds that its masks took on a host thread.
-      proposed: tokens after which it computes masks too (`propose`).
+    The answer may not end before `min_tokens` tokens. `inner` is an `llguidance.LLMatcher` of its
+    own, before the first token. `mask_s` has the seconds that its masks took on a host thread, and
+    `proposed` the tokens after which it computes masks too (`propose`).
     """
 
     def __init__(self, inner: Any, min_tokens: int = 0, end_token_ids: Sequence[int] = ()):

@@ -37,7 +37,6 @@ class PendingRequest(Generic[_C]):
 
     @classmethod
     def ended(cls, completion: _C) -> PendingRequest[_C]:
-        """Return the handle of a request that has already ended."""
         future: Future[_C] = Future()
         future.set_result(completion)
         return cls(completion.request_id, future, lambda _: None)

@@ -209,10 +209,9 @@ class Recorder:
         )
 
     def step_collected(self, index: int, now_s: float) -> float:
-        """Record that the step of the plan with this index was collected.
+        """Record that a step was collected; return the most seconds that the devices took for it.
 
-        Return the most seconds that the devices took for it: since its submission, or since the
-        collection of the step before it in its group.
+        They count since its submission, or since the collection of the step before it in its group.
         """
         step = self._in_flight.pop(index)(collected_s=now_s)
         self._records.add_step(step)

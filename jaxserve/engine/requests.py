@@ -61,14 +61,12 @@ def _is_one_prompt(items: list[Any]) -> bool:
 
 
 def _is_sequence(item: Any) -> bool:
-    """Return whether `item` is text, bytes, a list or an array of at least one axis."""
     return (
         hasattr(item, "__iter__") and not isinstance(item, Mapping) and getattr(item, "ndim", 1) > 0
     )
 
 
 def _is_token(item: Any) -> bool:
-    """Return whether `item` is an integer of Python, NumPy or JAX, and not an array."""
     return (
         hasattr(item, "__index__") and not isinstance(item, bool) and getattr(item, "ndim", 0) == 0
     )

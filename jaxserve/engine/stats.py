@@ -106,7 +106,6 @@ class EngineStats:
     _seen_busy_s: float = field(default=0.0, repr=False)
 
     def start_busy_period(self) -> None:
-        """Record that work has arrived at an idle loop."""
         if self._busy_since_s is None:
             self._busy_since_s = self._seen_busy_s = self.clock.now()
 

@@ -36,10 +36,7 @@ class PageKeys:
     def of(
         self, tokens: Sequence[int] | np.ndarray, page_size: int, identity: bytes
     ) -> Sequence[bytes]:
-        """Return the keys of `tokens`, which may only have grown since the last call.
-
-        `identity` names the model and its weights.
-        """
+        """Return the keys of `tokens`, which only grow between calls, for `identity`'s weights."""
         if identity != self._identity:
             self._identity = self._root = identity
             self._keys = []
@@ -64,7 +61,6 @@ class PageKeys:
         return self._keys[start:stop]
 
     def anew(self) -> PageKeys:
-        """Return keys for a sequence that restarts from the same prompt."""
         return PageKeys(self._whole, self._adapter)
 
 
@@ -78,10 +74,7 @@ def _key(page: bytes, before: bytes) -> bytes:
 
 @final
 class BranchPages:
-    """The pages of a conversation on one tier, in their order. Pages that left it are skipped.
-
-    `is_there` says whether a page is still on that tier.
-    """
+    """The pages of a conversation on one tier, in order. Those that are not there are skipped."""
 
     __slots__ = ("_is_there", "_pages", "_start")
 
@@ -92,7 +85,6 @@ class BranchPages:
         self._start = 0
 
     def put(self, page: CachedPage) -> None:
-        """Add a page, which usually follows all present ones."""
         pages = self._pages
         if pages and pages[-1].index > page.index:
             bisect.insort(pages, page, lo=self._start, key=_INDEX)
@@ -111,10 +103,7 @@ class BranchPages:
         return not pages
 
     def first(self, index: int, may_go: Callable[[CachedPage], bool]) -> CachedPage | None:
-        """Return the first page from `index` on that may go and belongs to one conversation alone.
-
-        The search is linear in the pages from `index` on.
-        """
+        """Return the first page from `index` on that may go and is not shared, by linear search."""
         if self.is_empty:
             return None
         pages = self._pages
@@ -179,24 +168,19 @@ class Branch:
             self.tip = cached[-1]
 
     def run(self) -> None:
-        """Record that a sequence continues it."""
         self.is_running, self.returns = True, False
 
     def grow_to(self, page: CachedPage) -> None:
         self.tip = page
 
     def rest(self, now_s: float | None = None, *, returns: bool = False) -> None:
-        """Record that no sequence continues it any longer.
-
-        `now_s` is when it was last active; None if its pages are wrong.
-        """
+        """Record that no sequence continues it; `now_s` is None if its pages are wrong."""
         self.is_running, self.returns = False, returns
         self.num_uses += 1
         if now_s is not None:
             self.last_active_s = now_s
 
     def arrived(self) -> None:
-        """Record that no sequence waits for its pages any longer."""
         self.is_awaited = False
 
     def shared_pages(self) -> list[CachedPage]:

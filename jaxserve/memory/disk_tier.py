@@ -70,10 +70,6 @@ class PageFiles:
         are found again.
       max_bytes: of all files together.
 
-    Attributes:
-      num_bytes: of all files.
-      num_written, num_read, num_corrupt: files.
-
     Raises:
       InvalidConfigError: the folder cannot be made or read, or is in use.
     """
@@ -250,11 +246,8 @@ NO_DISK = DiskUsage()
 class DiskTier:
     """Writes pages to files, and reads them back, on a thread of its own. Reads go first.
 
-    `arrived` returns what was read.
-
-    Args:
-      files: closed with the tier; used by the thread alone, except for `in` and its counters.
-      patience_s: the disk is given up when it finishes nothing in this time.
+    `arrived` returns what was read. The disk is given up when it finishes nothing in `patience_s`.
+    `files` is closed with the tier, and used by the thread alone, except for `in` and its counters.
     """
 
     def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
@@ -278,10 +271,7 @@ class DiskTier:
         return key in self._writes or key in self.files
 
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
-        """Write a page later, unless the disk has it.
-
-        If too many writes are pending, `waits` waits for them; otherwise the page is dropped.
-        """
+        """Write a page later, unless the disk has it; if too many wait, drop it unless `waits`."""
         with self._changed:
             if key in self or self._is_given_up:
                 return
@@ -294,8 +284,7 @@ class DiskTier:
     def read(self, key: bytes, on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Read a page later; return False if too many reads are pending.
 
-        `on_arrival` is called on the disk's thread when `arrived` has the contents, unless it has
-        them at once.
+        `on_arrival` is called on the disk's thread, unless `arrived` has the contents at once.
         """
         with self._changed:
             if self._num_reading >= _MAX_READING:

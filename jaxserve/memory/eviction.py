@@ -169,11 +169,9 @@ class PageValues:
         return self._eviction.value(self._cost_s(page), active, self._now())
 
     def rank(self, page: CachedPage) -> tuple[float, int]:
-        """Return the sort key of eviction: the value, then the position."""
         return self.value(page), page.index
 
     def is_worth_copying(self, page: CachedPage) -> bool:
-        """Whether copying a page there and back is expected to cost no more than recomputing it."""
         saved_s = self._cost_s(page) - self._copy_s
         if not self._learns_reuse or any(branch.returns for branch in page.branches):
             return self._copy_s <= saved_s
@@ -182,10 +180,7 @@ class PageValues:
         return self._copy_s <= self.reuse.chance * saved_s
 
     def most_to_look_at(self, num_pages: int) -> int:
-        """Return how many of these pages to ask `is_worth_copying` for before one step.
-
-        Few while most of them would be declined, so that a step does not pay for that.
-        """
+        """Return how many of these pages to consider before one step: few if most are declined."""
         saved_s = self._cost(self._page_size) - self._copy_s
         pays = not self._learns_reuse or self._copy_s <= self.reuse.chance * saved_s
         return num_pages if pays else min(num_pages, _FEW)

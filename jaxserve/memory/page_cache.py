@@ -21,10 +21,7 @@ _MAX_AHEAD = 32
 
 @final
 class IncomingCopies:
-    """The copies from host pages to device pages that no plan has taken yet, oldest first.
-
-    `num_taken` counts the copies that plans have taken.
-    """
+    """The copies from host pages to device pages that no plan has taken yet, oldest first."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -47,7 +44,6 @@ class IncomingCopies:
         self._host_pages.pop(device_page, None)
 
     def last_of(self, device_pages: Collection[int]) -> int | None:
-        """Return the page among these that is copied last; None if there is none."""
         wanted = set(device_pages)
         return next((page for page in reversed(self._host_pages) if page in wanted), None)
 
@@ -127,7 +123,6 @@ class PageCache:
 
     @property
     def num_host_pages(self) -> int:
-        """Host pages that hold a cached page."""
         return len(self._by_host_page)
 
     @property
@@ -136,11 +131,9 @@ class PageCache:
         return self._by_page
 
     def find(self, keys: Sequence[bytes]) -> list[CachedPage]:
-        """Return the resident pages, in the order of the keys."""
         return list(filter(None, map(self._by_key.get, keys)))
 
     def tier_of(self, key: bytes) -> Tier:
-        """Return the fastest tier that has a page."""
         page = self._by_key.get(key)
         if page is None:
             return "disk" if self.disk is not None and key in self.disk else "nowhere"
@@ -150,7 +143,6 @@ class PageCache:
         return self._by_page.get(device_page)
 
     def is_cached(self, page: CachedPage) -> bool:
-        """Whether it is on the device and no sequence owns it."""
         return page.device_page is not None and self.pool.is_cached(page.device_page)
 
     def has_rested(self, branch: Branch) -> None:
@@ -164,10 +156,10 @@ class PageCache:
     # ---- what comes ----
 
     def add(self, device_page: int, index: int, key: bytes | None, branch: Branch) -> CachedPage:
-        """Cache the contents of an owned page, which no sequence writes to any longer.
+        """Cache an owned page, which is no longer written, unless another page has the same
+        contents.
 
-        If another page has the same contents already, that one is cached instead. `key` is None
-        while some of its tokens have not been read; `set_key` follows then.
+        `key` is None while some of its tokens have not been read; `set_key` follows then.
         """
         page = None if key is None else self._by_key.get(key)
         if page is None:
@@ -253,7 +245,6 @@ class PageCache:
         return page.host_page in self._copies_out
 
     def last_incoming(self, device_pages: Sequence[int]) -> CachedPage | None:
-        """Return which of these pages comes from the host last; None if none does."""
         last = self.incoming.last_of(device_pages) if self.incoming else None
         return None if last is None else self._by_page[last]
 

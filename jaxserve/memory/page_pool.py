@@ -72,7 +72,6 @@ class PagePool:
 
     @property
     def num_reserved(self) -> int:
-        """Pages that are set aside and not allocated yet."""
         return self._num_reserved
 
     @property
@@ -145,10 +144,7 @@ class PagePool:
     # ---- contents that may be wanted again ----
 
     def retain(self, page: int, *, is_copied: bool = False) -> None:
-        """Cache an owned page, rather than free it, once it has no owner.
-
-        `is_copied` says that its contents are elsewhere too.
-        """
+        """Cache an owned page once it has no owner; `is_copied` if it is elsewhere too."""
         if self._refcounts[page] < 1 or self._contents[page]:
             raise ValueError(f"page {page} is not owned, or retained already")
         self._contents[page] = _COPIED if is_copied else _RETAINED
@@ -274,7 +270,6 @@ class HostPool:
         return pages
 
     def close(self) -> None:
-        """Remove all pages; none may be allocated."""
         assert self.num_free == self.num_pages, "host pages are allocated"
         self._is_allocated, self._free = [], []
 

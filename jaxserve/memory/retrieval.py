@@ -15,13 +15,10 @@ from jaxserve.memory.page_cache import PageCache
 @final
 @dataclass(eq=False, slots=True)
 class _Wanted:
-    """The pages that one sequence has requested.
+    """The pages that one sequence has requested, and their `indices` in it, by key.
 
-    Attributes:
-      indices: of all these pages in the sequence, by key.
-      unread: pages not yet requested from the disk, in order.
-      missing: pages that have not arrived.
-      loaded: indices of pages that were put on the host.
+    `unread` were not requested from the disk yet, `missing` have not arrived, and `loaded` are
+    indices of those on the host.
     """
 
     branch: Branch
@@ -117,8 +114,7 @@ class Retrieval:
     def stop_waiting_for_host(self) -> bool:
         """Admit without host pages until the next admission; False if no sequence waits for them.
 
-        For when nothing runs: sequences with all of their pages may wait for one that waits for
-        their room.
+        For when nothing runs: sequences with all pages may wait for one that waits for their room.
         """
         self._lets_pass = bool(self._wanted) and self.gives_up_s is None
         return self._lets_pass

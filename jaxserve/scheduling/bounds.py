@@ -83,7 +83,7 @@ def too_late(
 ) -> BoundNotMetError | None:
     """Return the error of a request that would miss a bound if it began now; None otherwise.
 
-    None of its `samples` has begun. If `pace` is None, it is too late when a bound has passed.
+    If `pace` is None, it is too late when a bound has passed.
     """
     request = samples[0].request
     if not request.has_bounds:
@@ -118,7 +118,7 @@ def leeway(
 ) -> Leeway:
     """Return the leeway of a request that waits and has not begun.
 
-    Half of the seconds that a bound leaves are for the time that passes, and half for slower steps.
+    Half of the seconds that a bound leaves are for the passing time, and half for slower steps.
     """
     request = samples[0].request
     needed_s = _needed_s(samples, lengths.expected_tokens(samples), config, pace)

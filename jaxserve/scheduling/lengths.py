@@ -59,14 +59,12 @@ class LengthEstimate:
         return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
 
     def expected_remaining(self, num_outputs: int) -> float:
-        """Return the mean number of tokens still to come after `num_outputs`."""
         lengths = self.prediction.distribution
         return float(lengths.expected_remaining(num_outputs - self.at)[0])
 
     def quantile(self, miss_rate: float, num_outputs: int) -> int:
-        """Return a length that at most `miss_rate` of answers outgrow.
-
-        `num_outputs` tokens have come, at least `at`; the answer is longer than that.
+        """Return a length that at most `miss_rate` of answers outgrow after `num_outputs`, at least
+        `at`.
         """
         known = self._quantile
         if known is None or known[:2] != (miss_rate, num_outputs):
@@ -117,7 +115,6 @@ class Forecast:
         self._left = left
 
     def expected_remaining(self) -> np.ndarray:
-        """Return the mean number of tokens still to come [sequences]."""
         return np.minimum(self._lengths.expected_remaining(self._elapsed), self._left)
 
     def survival(self, times: np.ndarray) -> np.ndarray:
@@ -159,10 +156,7 @@ class Forecast:
         return [MemoryUse(*each) for each in zip(used, used * free, strict=True)]
 
     def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean tokens in memory, and those freed instead [sequences, times].
-
-        Both count the tokens that a sequence would have if it continued.
-        """
+        """Return the mean tokens in memory, and those freed, if none ended [sequences, times]."""
         times = memory_times(longest)
         tokens = held[:, None] + times
         used = self.survival(times)
@@ -189,10 +183,7 @@ class LengthTable:
         self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
 
     def put(self, key: int, prediction: LengthPrediction, at: int) -> None:
-        """Set the row of a sequence, of which `at` output tokens had come.
-
-        The prediction of tokens still to come is converted from other buckets.
-        """
+        """Set the row of a sequence with `at` output tokens, converted from other buckets."""
         row = self._row_of.get(key)
         if row is None:
             if not self._free:
@@ -220,11 +211,9 @@ class LengthTable:
         return LengthDistributions.known(self._buckets, self._probabilities[rows], lines)
 
     def probabilities(self, rows: Seq[int]) -> np.ndarray:
-        """Return these rows as they were set: float [rows, buckets]."""
         return self._given[rows]
 
     def at(self, rows: Seq[int]) -> np.ndarray:
-        """Return the output tokens that had come when these rows were set: int [rows]."""
         return self._at[rows]
 
     def _set(self, row: int, probabilities: np.ndarray) -> None:
@@ -326,7 +315,6 @@ class LengthTracker:
     # ---- the policies' side ----
 
     def estimate(self, sequence: Sequence) -> LengthEstimate | None:
-        """Return the newest estimate; None if nothing is known of the sequence's length."""
         return self._newest.get(sequence.key)
 
     def first_estimate(self, sequence: Sequence) -> LengthEstimate | None:

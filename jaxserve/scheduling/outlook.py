@@ -64,10 +64,10 @@ def outlooks(
 
 
 class ExpectedQueue(NamedTuple):
-    """When sequences are expected to begin and to end, in iterations from now.
+    """When sequences begin and end, in iterations from now: running ones (0), then waiting in
+    order.
 
-    `sequences` has those that run, then those that wait in the policy's order; `tokens` the output
-    tokens still to come of each; `begins` is 0 for those that run.
+    `tokens` are the output tokens still to come of each.
     """
 
     sequences: list[Sequence]
@@ -104,7 +104,6 @@ def expected_queue(scheduler: Scheduler, without: Collection[Sequence]) -> Expec
 def expected_iterations(
     sequences: Seq[Sequence], tokens: Seq[float], config: EngineConfig
 ) -> list[float]:
-    """Return the iterations that each sequence runs for, with these tokens still to come."""
     return [
         each.num_uncomputed / config.max_step_tokens + more
         for each, more in zip(sequences, tokens, strict=True)
@@ -150,10 +149,7 @@ class ArrivalOutlook:
         *,
         at_once: bool = False,
     ) -> Outlook:
-        """Return the outlook of a request that was just added, all of whose samples wait.
-
-        With `at_once` it begins now, whatever waits.
-        """
+        """Return the outlook of a request that was just added; `at_once` ignores what waits."""
         self._num_changes += 1
         if not at_once and self._is_stale(scheduler, without):
             self._simulate(scheduler, without)

@@ -67,11 +67,9 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Handover:
-    """KV of one sequence that moves from one device group's memory to another's.
+    """KV of one sequence that moves between device groups.
 
-    Attributes:
-      source, target: the groups.
-      pages: to copy; a page has the same number in the memory of every group.
+    A page has the same number in the memory of every group.
     """
 
     sequence_key: int
@@ -88,11 +86,9 @@ LINK = -1
 @final
 @dataclass(frozen=True)
 class Extension:
-    """Tokens that follow a slot's newest one with certainty; nothing of the slot is in flight.
+    """Tokens that follow a slot's newest one with certainty, from position `start` on.
 
-    Attributes:
-      start: position of the first.
-      tokens: end the slot's history.
+    They end the slot's history; nothing of the slot is in flight.
     """
 
     slot: int
@@ -120,11 +116,9 @@ class TokenMasks:
     def begin(
         cls, rows: tuple[int, ...], compute: Callable[[], np.ndarray], pool: Executor
     ) -> Self:
-        """Return the masks that `compute` returns on a thread of the pool."""
         return cls(rows, pool.submit(compute))
 
     def words(self) -> np.ndarray:
-        """Return the masks, after waiting for them if need be."""
         return self._words.result()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -297,7 +291,6 @@ def nothing_delivered(plan: StepPlan) -> StepResult:
 
 
 def nothing_computed(arrived: np.ndarray | None = None) -> StepResult:
-    """Return the result of a plan that hands KV over."""
     return StepResult(
         np.zeros((0, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_), arrived=arrived
     )

@@ -119,7 +119,6 @@ class Queues:
         self._headroom = None
 
     def have_advanced(self) -> None:
-        """Record that running sequences have got more tokens in the present step."""
         if self._headroom is not None:
             self._headroom.advanced()
 
@@ -141,7 +140,6 @@ class Queues:
         return self._first_that(only_bounded=True)
 
     def fetch_next(self) -> None:
-        """Read the pages of the first waiting sequence that are on the disk alone."""
         first = next(self.waiting.ready(), None)
         if first is not None:
             self._kv.awaits_disk(first)
@@ -283,7 +281,6 @@ class Queues:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every running sequence has a slot of its own."""
         taken = [(sequence.kv.group, sequence.slot) for sequence in self.running]
         num_live = sum(slots.num_live for slots in self.slots)
         assert len(set(taken)) == len(taken) == num_live, "slots do not add up"

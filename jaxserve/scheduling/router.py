@@ -89,7 +89,6 @@ class Router:
 
     @property
     def work(self) -> tuple[int, ...]:
-        """Tokens of unfinished work, by replica."""
         return tuple(self._work)
 
     def num_remembered(self, replica: int) -> int:
@@ -113,12 +112,10 @@ class Router:
         return chosen
 
     def num_cached(self, replica: int, pages: Sequence[int]) -> int:
-        """Return how many leading pages of a prompt a replica is assumed to hold."""
         held = self._pages[replica]
         return next((i for i, page in enumerate(pages) if page not in held), len(pages))
 
     def finish(self, replica: int, work: int) -> None:
-        """Record that a request of `replica` has ended, in any way."""
         self._work[replica] -= work
 
     def forget(self, replica: int) -> None:

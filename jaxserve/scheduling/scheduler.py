@@ -54,7 +54,6 @@ def take_results(sequence: Sequence, row: Row, index: int, result: StepResult) -
 
 
 def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
-    """Append `count` tokens of `row`, and their log-probabilities if requested."""
     tokens = result.tokens[row, :count].tolist()
     sequence.output += tokens
     wanted = sequence.request.params.logprobs
@@ -142,12 +141,10 @@ class Scheduler:
 
     @property
     def config(self) -> EngineConfig:
-        """Sizes of the device batch, and of the pool as it is now."""
         return self._kv.config
 
     @property
     def has_work(self) -> bool:
-        """Whether some sequence has not ended."""
         return bool(self._sequences)
 
     @property
@@ -162,7 +159,6 @@ class Scheduler:
 
     @property
     def order_keys(self) -> OrderKeys:
-        """The sort key of every sequence in the policy's order."""
         return self._queues.keys
 
     @property
@@ -178,7 +174,6 @@ class Scheduler:
         return self._kv.usage()
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of `EngineStats` that the scheduler keeps, by name."""
         return {
             "num_preemptions": self._queues.num_preemptions,
             "num_refined": self.lengths.num_refined,
@@ -189,7 +184,6 @@ class Scheduler:
         }
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
-        """Return how many tokens are reserved for a sequence when it is admitted."""
         return self._queues.tokens_to_reserve(sequence)
 
     # ---- requests ----
@@ -241,10 +235,7 @@ class Scheduler:
     def stop_at(
         self, sequence: Sequence, num_outputs: int, error: JaxserveError | None = None
     ) -> None:
-        """End a sequence after `num_outputs` of its output tokens, perhaps with an error.
-
-        It may have ended already, in the step that brought those tokens.
-        """
+        """End a sequence after `num_outputs` of its output tokens; it may have ended with them."""
         reason: FinishReason = "stop" if error is None else "error"
         del sequence.output[num_outputs:]
         del sequence.scores.output[num_outputs:]

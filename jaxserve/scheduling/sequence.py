@@ -40,10 +40,7 @@ class SequenceTimes:
 @final
 @dataclass(eq=False)
 class SequenceScores:
-    """Log-probabilities of a sequence's tokens, if they were requested.
-
-    `prompt` is indexed by position; its entries arrive in any order.
-    """
+    """Log-probabilities of output tokens and, by position, of prompt tokens, if requested."""
 
     output: list[TokenLogprob] = field(default_factory=list)
     prompt: dict[int, TokenLogprob] = field(default_factory=dict)
@@ -139,16 +136,12 @@ class Sequence:
 
     @property
     def is_steady(self) -> bool:
-        """Whether every step has given a running answer the tokens that were planned.
-
-        Its next row then does not change whether it decodes.
-        """
+        """Whether every step has given a running answer its planned tokens: it keeps decoding."""
         is_answer = self.slot is not None and self.num_planned_outputs > 0
         return is_answer and not (self.falls_short or self.request.awaits_tokens)
 
     @property
     def num_known(self) -> int:
-        """Prompt and output tokens that were read."""
         return len(self.request.prompt) + len(self.output)
 
     @property
@@ -161,7 +154,6 @@ class Sequence:
 
     @property
     def known_array(self) -> np.ndarray:
-        """`known_tokens` as int32 [tokens]."""
         prompt = self.request.prompt_array
         return np.append(prompt, np.asarray(self.output, np.int32)) if self.output else prompt
 

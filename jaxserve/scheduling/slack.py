@@ -33,7 +33,6 @@ class Pace:
 
     @property
     def fastest_s(self) -> float:
-        """Seconds of an iteration without prompts."""
         return min(self.iteration_s, self.decode_s)
 
 

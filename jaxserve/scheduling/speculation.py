@@ -90,7 +90,6 @@ class Speculation:
         return bool(self._suggested)
 
     def suggested(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return what the host proposes after a sequence's newest token."""
         num_known, tokens = self._suggested.get(sequence.key, (0, ()))
         return tokens if num_known == sequence.planned_length else ()
 
@@ -103,7 +102,6 @@ class Speculation:
         )
 
     def forget(self, sequence_key: int) -> None:
-        """Drop what is proposed for a sequence."""
         self._suggested.pop(sequence_key, None)
 
     def next_loop(self, sequences: Seq[Sequence]) -> Speculating | None:

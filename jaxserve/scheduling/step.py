@@ -22,8 +22,7 @@ from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 class StepRows:
     """The rows of a step that is being planned, in order.
 
-    Attributes:
-      num_proposed: tokens that the host proposes, each of which takes a row of the batch.
+    The host's `num_proposed` tokens each take a row of the batch.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,6 @@ class StepRows:
         self.num_proposed += len(proposed)
 
     def add_newest(self, sequence: Sequence, length: int) -> None:
-        """Add the row of the last of `length` tokens, which samples one."""
         self.sequences.append(sequence)
         self._spans.append((length - 1, length))
         self._max_new.append(1)
@@ -69,7 +67,6 @@ class StepRows:
         self.num_tokens += 1
 
     def planned(self, *, is_decode_loop: bool) -> tuple[Row, ...]:
-        """Return the rows, with the slots that their sequences have now."""
         each = zip(self.sequences, self._spans, self._max_new, self._proposed, strict=True)
         return tuple([_row(*row, is_decode_loop) for row in each])
 
@@ -118,7 +115,6 @@ class Victims:
         self._ranked: list[Sequence] | None = None
 
     def forget_ranks(self) -> None:
-        """Rank again, because another sequence runs."""
         self._ranked = None
 
     def next(self, running: Seq[Sequence], have_rows: Collection[Sequence]) -> Sequence:
@@ -138,10 +134,7 @@ class Victims:
 class Step:
     """Collects rows; every row takes its pages and advances its sequence at once.
 
-    Attributes:
-      config: sizes of the device batch and of the pool.
-      sequences: of each row.
-      wake_s: until when the policy lets the device idle; None unless it does.
+    The policy lets the device idle until `wake_s`; None unless it does.
     """
 
     def __init__(
@@ -493,10 +486,7 @@ class Step:
         return True
 
     def _preempt_one(self) -> Sequence:
-        """Preempt the policy's victim among sequences without a row; the first one last.
-
-        So the first in order always advances, and then the next.
-        """
+        """Preempt the policy's victim without a row; the first in order last, so it advances."""
         victim = self._victims.next(self._queues.running, set(self.sequences))
         self._is_short = True
         self._preempt(victim)

@@ -22,11 +22,8 @@ _UNKNOWN = -1
 class _Entry:
     """A waiting sequence.
 
-    Attributes:
-      place: key of its order, and its own; no two are equal.
-      least_pages: the fewest that it can begin with.
-      num_passed: later sequences that were admitted before it, not counting its block's
-        `num_passed`.
+    `place` is its order key and its own key, so no two are equal; `num_passed` counts later
+    sequences admitted before it, not counting its block's `num_passed`.
     """
 
     place: tuple[Any, int]
@@ -39,11 +36,8 @@ class _Entry:
 class _EntryBlock:
     """A run of entries in order; a search skips blocks of which no entry can be admitted now.
 
-    Attributes:
-      num_passed: passes of every entry.
-      least_pages: the lowest of the entries.
-      most_passed: the highest `num_passed` of the entries themselves.
-      num_bounded: entries with a latency bound of their own.
+    `num_passed` counts passes of every entry; `least_pages` and `most_passed` are extremes of the
+    entries' own values; `num_bounded` have a latency bound of their own.
     """
 
     __slots__ = ("entries", "least_pages", "most_passed", "num_bounded", "num_passed")
@@ -55,7 +49,6 @@ class _EntryBlock:
         self.measure()
 
     def measure(self) -> None:
-        """Recompute the extremes."""
         self.least_pages = min(entry.least_pages for entry in self.entries)
         self.most_passed = max(entry.num_passed for entry in self.entries)
 
@@ -68,7 +61,6 @@ class _EntryBlock:
         self.num_bounded += entry.sequence.request.has_bounds
 
     def split(self) -> _EntryBlock:
-        """Move the upper half into a new block, and return it."""
         half = len(self.entries) // 2
         upper = _EntryBlock(self.entries[half:], self.num_passed)
         del self.entries[half:]
@@ -116,7 +108,6 @@ class WaitingPool:
 
     @property
     def has_bounded(self) -> bool:
-        """Whether a sequence with a latency bound of its own waits."""
         return bool(self._bounded)
 
     @property
@@ -225,7 +216,6 @@ class WaitingPool:
         return entry
 
     def _known_pages(self, block: _EntryBlock, entry: _Entry) -> int:
-        """Return the least pages of an entry without tokens in flight."""
         if entry.least_pages == _UNKNOWN:
             entry.least_pages = self._least_pages(entry.sequence)
             block.measure()
@@ -242,7 +232,6 @@ class WaitingPool:
             self._blocks.insert(at + 1, block.split())
 
     def _remove(self, sequence: Sequence) -> int:
-        """Remove a sequence, and return its passes."""
         entry = self._entries.pop(sequence.key)
         self._bounded.discard(sequence.key)
         self._begun.pop(sequence.key, None)
@@ -257,7 +246,6 @@ class WaitingPool:
         return block.num_passed + entry.num_passed
 
     def _find(self, entry: _Entry) -> tuple[int, int]:
-        """Return the indices of an entry's block, and of the entry in it."""
         at = self._block_of(entry)
         return at, bisect.bisect_left(self._blocks[at].entries, entry.place, key=_place)
 

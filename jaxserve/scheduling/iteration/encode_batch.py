@@ -29,7 +29,6 @@ class Ratio:
 
     @property
     def value(self) -> float | None:
-        """The ratio; None without a denominator."""
         return self.numerator / self.denominator if self.denominator else None
 
 
@@ -44,8 +43,7 @@ def tokens_to_encode(sequence: Sequence) -> int:
 class EncodeBatch:
     """The sequences of the present encode batch, and the averages of earlier ones.
 
-    `num_tokens` counts their tokens without KV before their admission, so cached prefixes count
-    too; `mean_tokens` is the average per sequence over earlier batches.
+    Tokens are those without KV before the admission, so cached prefixes count too.
     """
 
     num_sequences: int = 0

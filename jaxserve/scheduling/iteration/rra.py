@@ -23,8 +23,6 @@ class Round:
     """The encode phase and the decode phase that a scheduler is in.
 
     Attributes:
-      is_encoding: whether the encode phase lasts.
-      num_iterations_left: decode iterations until the next encode phase is due.
       is_extended: whether the decode phase continues because no sequence waits.
       batch: sequences that the encode phase has admitted.
       decoding: sequences that the decode phase began with.

@@ -35,7 +35,6 @@ class PageUsage:
       num_reserved: further pages that are reserved and not allocated yet.
       num_cached: pages that no sequence owns, with contents that may be reused.
       num_available: pages that can be reserved: free and cached ones that are not reserved yet.
-      num_host, num_host_free: pages of the host, and those of them that are free.
     """
 
     num_usable: int
@@ -235,7 +234,6 @@ class KVManager:
         return excess <= 0 or self._prefixes.shares(sequence, excess)
 
     def awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence waits for pages of the disk; requests them."""
         return self._prefixes.awaits_disk(sequence)
 
     def begin(
@@ -261,11 +259,9 @@ class KVManager:
     # ---- sequences that run ----
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Raise a reservation to `num_tokens` tokens; False, unchanged, if the pool cannot."""
         return sequence.kv.table.reserve(num_tokens)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Own pages for `num_tokens` tokens, all reserved before; return the new (index, page)."""
         return sequence.kv.table.allocate(num_tokens)
 
     def computed(self, sequence: Sequence, start: int, end: int) -> None:
@@ -308,7 +304,7 @@ class KVManager:
     def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
         """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
 
-        `has_outgrown` says that it used up its reservation; its next one is larger.
+        A sequence that `has_outgrown` its reservation gets a larger one next.
         """
         self._prefixes.leave(sequence, returns=True)
         self._swap_space.save(sequence)
@@ -367,10 +363,8 @@ class KVManager:
             self._prefixes.prefetch(waiting)
 
     def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
-        """Return the copies of the next plan: (device page, host page), and (host page, device
-        page).
-
-        `admitted` are the sequences that the plan admits.
+        """Return the next plan's (device page, host page) and, also for sequences that it
+        `admitted`, (host page, device page) copies.
         """
         out = self._swap_space.copies_out()
         out += self._cache.copies_out(free_share=self._free_share)
@@ -391,7 +385,7 @@ class KVManager:
         return pool.num_owned + pool.num_reserved <= num_pages - 1
 
     def shrink(self, num_pages: int) -> list[tuple[int, int]]:
-        """Evict what a pool of `num_pages` pages has no room for; no step may be in flight.
+        """Evict what a pool of `num_pages` pages has no room for, with no step in flight.
 
         Return the fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
         """
@@ -418,9 +412,8 @@ class KVManager:
         self._values.copy_by(copy_s(costs))
 
     def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
-        """Evict all cached pages, and use keys of the new weights.
-
-        What `sequences`, all that run or wait, have computed is no longer cached.
+        """Evict all cached pages, mark those of `sequences` as not cached, and use the new weights'
+        keys.
         """
         self.weights.change(name)
         for sequence in sequences:
@@ -428,11 +421,7 @@ class KVManager:
         self.clear()
 
     def clear(self, suffix: bytes = b"") -> None:
-        """Evict all cached pages.
-
-        A `suffix` distinguishes later pages from those of the same weights on the disk; with an
-        empty one these are still found.
-        """
+        """Evict all cached pages; a `suffix` also hides those of the same weights on the disk."""
         self.retrieval.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
 
@@ -447,10 +436,9 @@ class KVManager:
         self._cache.save()
 
     def flush(self, free_share: float = 1.0) -> PageCopies:
-        """Return copies (device page, host page) of cached pages, as many as the host has room for.
+        """Return copies (device page, host page) of all cached pages that the host has room for.
 
-        Empty if none is left to copy. With a `free_share` of 1 all are copied; with 0 only those
-        that must be.
+        A `free_share` of 0 copies only those that must be.
         """
         return self._cache.copies_out(free_share=free_share)
 
@@ -470,10 +458,7 @@ class KVManager:
 def check_integrity(
     cache: PageCache, host: HostPool, page_size: int, sequences: Iterable[Sequence]
 ) -> None:
-    """Raise AssertionError if sequences that have not ended and pools disagree.
-
-    These are invariants 1 and 2 of docs/architecture.md.
-    """
+    """Raise AssertionError unless invariants 1 and 2 of docs/architecture.md hold."""
     cache.check_integrity()
     pool = cache.pool
     owned: dict[int, int] = {}

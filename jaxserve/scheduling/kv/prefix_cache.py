@@ -62,7 +62,6 @@ class PrefixCacheManager:
     # ---- sequences that begin ----
 
     def new(self, request: Request) -> SequenceKV:
-        """Return the state of a sequence without KV, with the keys of its prompt's pages."""
         adapter = b"" if request.adapter is None else request.adapter.identity
         keys = PageKeys(request.encoder_prompt, adapter)
         prompt = request.prompt_array  # the request keeps it, so that no step has to make it
@@ -80,8 +79,7 @@ class PrefixCacheManager:
     def shares(self, sequence: Sequence, num_pages: int) -> bool:
         """Whether other sequences own at least `num_pages` pages of a waiting one.
 
-        The last result is stored. Pages are looked up again only when enough pages have become
-        owned since.
+        The lookup is repeated only when enough pages have become owned since.
         """
         pool, kv = self._cache.pool, sequence.kv
         if num_pages > min(self.most_shared(sequence), pool.num_owned):

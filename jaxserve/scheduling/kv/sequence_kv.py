@@ -50,10 +50,7 @@ class Window:
         self.branch = branch
 
     def move(self, num_copied: int, num_pages: int) -> None:
-        """Move to the next pages, and from the last ones to the first.
-
-        `num_copied` pages of this window are cached and copied.
-        """
+        """Move to the next pages, wrapping around; `num_copied` of these are cached and copied."""
         self._num_copied[self.start] = num_copied
         self.start += MAX_LOOKED_AT
         if self.start >= num_pages:
@@ -103,7 +100,6 @@ class SequenceKV:
     is_mixed: bool = False
 
     def weights_changed(self) -> None:
-        """Record that other weights compute what follows."""
         self.is_mixed = bool(self.table.num_pages or self.host_pages)
 
     @property
@@ -123,9 +119,8 @@ class SequenceKV:
         self._pass_what_is_ahead()
 
     def next_spans(self, num_tokens: int, max_spans: int) -> list[tuple[int, int]]:
-        """Return [start, end) of the next `num_tokens` tokens to compute, between cached ones.
-
-        There are fewer if they would be in more than `max_spans` spans.
+        """Return [start, end) of the next tokens to compute, between cached ones, within both
+        limits.
         """
         if not self.ahead and num_tokens and max_spans:
             return [(self.num_computed, self.num_computed + num_tokens)]

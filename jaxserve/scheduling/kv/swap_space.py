@@ -33,10 +33,7 @@ class SwapCosts:
 
 
 def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
-    """Return the recompute cost of a page after a context, by the arithmetic of the model.
-
-    Without measured costs its unit is the work of one token.
-    """
+    """Return the recompute cost of a page after a context; unmeasured, in units of one token."""
     token_s = 1.0 if costs is None else costs.token_s
     position_s = token_s / _POSITIONS_A_TOKEN if costs is None else costs.position_s
     return RecomputeCost.analytic(
@@ -57,7 +54,6 @@ def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None
 
 
 def copy_s(costs: SwapCosts | None) -> float:
-    """Return the seconds of a page's copy; 0 if it was not measured."""
     return 0.0 if costs is None else costs.page_s
 
 

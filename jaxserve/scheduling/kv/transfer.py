@@ -19,10 +19,9 @@ from jaxserve.scheduling.plan import PageCopies
 class WeightsName:
     """The name of an engine's weights.
 
-    Attributes:
-      version: distinguishes weights within this run. It is empty for the first weights, so that
-        another run finds their pages on the disk.
-      fingerprint: distinguishes weights of different runs; None until it is needed.
+    The `version` distinguishes weights within this run; it is empty for the first ones, so that
+    another run finds their pages on the disk. The `fingerprint` distinguishes runs; None until
+    needed.
     """
 
     version: bytes = b""
@@ -43,7 +42,7 @@ class WeightsIdentity:
         self._name = WeightsName()
 
     def name_of(self, version: int) -> WeightsName:
-        """Return the name of the executor's weights as those of a version. Nothing changes.
+        """Return the name of the executor's weights as those of a version, and change nothing.
 
         With a disk it reads their fingerprint, which may fail.
         """
