@@ -428,7 +428,7 @@ def test_what_a_chain_needs():
 
 def test_graphs_and_policies_load_no_jax():
     """Policies are tested and simulated without JAX."""
-    modules = ("batchmaker", "simulation", "simulated", "graph", "flat_graph", "value_table")
+    modules = ("batchmaker", "simulation", "graph", "flat_graph", "value_table")
     program = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(f'jaxserve.cells.{{name}}')\n"

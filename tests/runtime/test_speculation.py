@@ -130,6 +130,7 @@ def test_drawn_answers_have_the_distribution_of_the_model(speculating):
     _check_distribution(speculating)
 
 
+@pytest.mark.release
 def test_drawn_answers_with_a_draft_model_have_the_distribution_of_the_model():
     """With the proposals of a model that differs."""
     draft: dict[str, Any] = {"speculation": "draft", "draft_model": tiny_llama(7, num_layers=1)}

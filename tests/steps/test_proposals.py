@@ -13,7 +13,11 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.steps import proposals, slots
-from jaxserve.steps.proposals import Answers, Lookup
+from jaxserve.steps.batches import DecodeWindow
+from jaxserve.steps.decode import block_of, choose, rows_of
+from jaxserve.steps.outputs import no_outputs
+from jaxserve.steps.proposals import Answers, Draft, Lookup
+from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
 
 NUM, CONTEXT, NUM_SLOTS = 5, 500, 4
@@ -25,7 +29,9 @@ _look_up = jax.jit(proposals.look_up, static_argnames="num")
 _propose = jax.jit(proposals.propose, static_argnames="num")
 
 
-def _with(state: SlotState, texts: Mapping[int, Sequence[int]]) -> SlotState:
+def _with(
+    state: SlotState, texts: Mapping[int, Sequence[int]], max_length: int = CONTEXT
+) -> SlotState:
     """Return the slots after sequences of these tokens were admitted, by slot."""
     tokens = np.zeros(slots.ADMISSIONS_A_CALL * CONTEXT, np.int32)
     index = np.full(slots.ADMISSIONS_A_CALL, NUM_SLOTS, np.int32)
@@ -38,7 +44,7 @@ def _with(state: SlotState, texts: Mapping[int, Sequence[int]]) -> SlotState:
     sampling = jax.tree.map(
         lambda leaf: jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype), state.sampling
     )
-    arrays = index, start, length, np.full_like(index, CONTEXT)
+    arrays = index, start, length, np.full_like(index, max_length)
     admitted = slots.Admitted(*arrays, sampling, None, None)
     return _admit(state, admitted, tokens)
 
@@ -148,3 +154,33 @@ def test_a_new_slot_expects_what_others_have_seen():
     hits, misses = state.lookup.rates[3].T
     assert hits[2] > 1.7 and misses[4] > 1.7 and hits[0] == misses[0] == 1.0
     np.testing.assert_allclose(hits + misses, 2.0, rtol=1e-6)
+
+
+def test_no_token_follows_the_end():
+    """Of proposals that are all right, those behind a sequence's last token are not appended."""
+    text, num_left = [5, 6, 7], 2
+    state = _with(slots.empty_slots(CONFIG), {0: text}, max_length=len(text) + num_left)
+    window = DecodeWindow(jnp.int32(0), jnp.int32(1), jnp.array([NUM + 1]), jnp.float32(1))
+    rows = rows_of(state, window)
+    proposed = jnp.array([NUM])
+    tokens = jnp.arange(1, NUM + 1)[None]
+    draft = Draft(tokens, proposed, proposed, jnp.array([0]), jnp.bool_(True))
+    live = rows.live(state.done)
+    block = block_of(live, proposed, NUM)
+    logits = jax.nn.one_hot(jnp.arange(1, NUM + 2), 9)
+    choice = choose(
+        logits,
+        rows,
+        block,
+        state,
+        no_outputs(1, NUM + 1, Variant.GREEDY, num_proposed=NUM),
+        live,
+        draft,
+        proposed,
+        looks_up=False,
+        variant=Variant.GREEDY,
+        config=CONFIG,
+    )
+    assert bool(choice.slots.done[0])
+    assert choice.outputs.num_tokens.tolist() == [num_left]
+    assert choice.slots.tokens[0, : len(text) + num_left].tolist() == [*text, 1, 2]
