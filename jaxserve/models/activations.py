@@ -1,4 +1,4 @@
-"""Activations along finished answers, from one forward pass over prompt and answer."""
+"""Reads activations along finished answers, in one forward pass over prompt and answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.workload.answers import FinishedAnswer
 from predictor import Readings
 
-# Tokens of a forward pass; sequences are padded to whole multiples of the least length.
+# Tokens of a forward pass; sequences are padded to multiples of the smallest length.
 _TOKENS_A_PASS = 2048
 _LEAST_LENGTH = 64
 
@@ -30,9 +30,6 @@ def read_along(
     progress: bool = True,
 ) -> Readings:
     """Return the activations after `layer` layers, at prompts' ends and every `interval` tokens.
-
-    Args:
-      answers: with their prompts, at most as long as the model's context.
 
     Raises:
       InvalidConfigError: the model has fewer layers or a shorter context, or interval is below 1.
@@ -75,7 +72,7 @@ def read_along(
             tokens = np.zeros((_rows(length), length), np.int32)
             for row, i in enumerate(batch):
                 tokens[row, : len(sequences[i])] = sequences[i]
-            # In NumPy: on the device, each number of places would compile anew.
+            # In NumPy: on the device, each different number of places would compile again.
             hidden = np.asarray(residual(params, tokens)).astype(np.float32)
             for row, i in enumerate(batch):
                 found[i] = hidden[row, places[i]]
@@ -100,7 +97,7 @@ def _residual(
 
 
 def _padded(length: int) -> int:
-    """Return the next of the padded lengths, each at most half as long again as the one before."""
+    """Return the next padded length; each is at most 1.5 times the previous one."""
     size = _LEAST_LENGTH
     while size < length:
         size += max(_LEAST_LENGTH, size // 4 // _LEAST_LENGTH * _LEAST_LENGTH)

@@ -1,4 +1,4 @@
-"""The layout of the arrays of adapters in a model: for which weights, and in which order."""
+"""The layout of adapter arrays in a model: which weights they change, and in which order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from jaxserve.models.weights import Weight, WeightSource
 
 Path = tuple[Any, ...]
 Arrays = dict[Path, jax.Array]  # by their path in the model's parameters
-# Problems of an adapter that a message names.
+# Maximum number of an adapter's problems in a message.
 _MAX_PROBLEMS = 5
-# Into how many parts the arrays are divided that are replaced one after the other.
+# Number of parts in which the arrays are replaced, one after another.
 _PARTS = 8
 
 
@@ -39,11 +39,10 @@ class AdapterValues:
 
     Attributes:
       arrays: by path, without the axis of adapters; zeros where the adapter changes nothing.
-      identity: hash of the arrays.
     """
 
     arrays: dict[Path, np.ndarray]
-    identity: bytes
+    identity: bytes  # hash of the arrays
 
 
 @final
@@ -52,11 +51,7 @@ class AdapterLayout:
 
     These are the matrices of the layers, except experts and their router. A weight that is made of
     several modules of a checkpoint (`q_proj`, `k_proj`, `v_proj`) has `max_rank` for each of them.
-
-    Args:
-      num_adapters: maximum number of adapters at once.
-      max_rank: maximum rank of an adapter.
-      dtype: of the adapters' matrices; by default that of the model.
+    `dtype` is that of the adapters' matrices; by default that of the model.
     """
 
     def __init__(
@@ -104,12 +99,10 @@ class AdapterLayout:
             setattr(owner, target.path[-1], adapted)
 
     def arrays_of(self, params: nnx.State) -> Arrays:
-        """Return the arrays of adapters among the parameters of an adapted model."""
         flat = dict(nnx.to_flat_state(params))
         return {path: flat[path].get_value() for target in self._targets for path in target.paths}
 
     def state(self, arrays: Arrays) -> nnx.State:
-        """Return arrays of adapters as parameters."""
         return nnx.from_flat_state([(path, nnx.Param(array)) for path, array in arrays.items()])
 
     def inside(self, params: nnx.State) -> nnx.State:
@@ -125,13 +118,11 @@ class AdapterLayout:
         return nnx.from_flat_state([(moved(path), v) for path, v in nnx.to_flat_state(params)])
 
     def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Iterator[Arrays]:
-        """Yield the arrays with one adapter replaced, in parts; the given ones stay.
+        """Yield the arrays with one adapter replaced, in parts; the given arrays are unchanged.
 
-        A caller that frees the replaced arrays holds an eighth more than all of them.
-        It is compiled once for each shape, for all adapters.
-
-        Args:
-          new: `AdapterValues.arrays`; None for zeros.
+        A caller that frees the replaced arrays holds an eighth more than all of them. It is
+        compiled once for each shape, for all adapters. `new` is `AdapterValues.arrays`; None for
+        zeros.
         """
         most = sum(array.nbytes for array in arrays.values()) // _PARTS
         part: Arrays = {}
@@ -147,7 +138,6 @@ class AdapterLayout:
 
     @property
     def weight_axes(self) -> dict[Path, WeightAxes]:
-        """The axes of each weight that adapters may change, by its path."""
         return {target.path: target.axes for target in self._targets}
 
     def change(self, path: Path, arrays: Mapping[Path, np.ndarray]) -> np.ndarray:
@@ -156,7 +146,7 @@ class AdapterLayout:
         return target.change(*(arrays[part] for part in target.paths))
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the matrices of an adapter that changes all weights, by PEFT's names."""
+        """Return the shapes of an adapter's matrices if it changes all weights, by PEFT's names."""
         return {
             name: shape
             for target in self._targets
@@ -205,7 +195,7 @@ class AdapterLayout:
 @final
 @dataclass(frozen=True)
 class _Module:
-    """A matrix of a checkpoint that a weight is made of, and the two that change it."""
+    """A matrix of a checkpoint that is a part of a weight, and the two matrices that change it."""
 
     a: Weight
     b: Weight
@@ -234,7 +224,7 @@ class _Target:
         max_rank: int,
         dtype: str | None,
     ) -> _Target | None:
-        """Return the target for a parameter; None where adapters may not change it."""
+        """Return the target for a parameter; None if adapters may not change it."""
         axes: WeightAxes | None = dense.get_metadata().get("weight_axes")
         if axes is None or path[0] != "blocks" or axes.transposed:
             return None
@@ -267,7 +257,6 @@ class _Target:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the arrays."""
         return tuple((*self.path, name) for name in ("a", "b", "scale"))
 
     @property
@@ -291,7 +280,6 @@ class _Target:
         return list(zip(shapes, kinds, strict=True))
 
     def zeros(self) -> dict[Path, np.ndarray]:
-        """Return the arrays of one adapter that changes nothing."""
         return {
             path: np.zeros(shape, kind)
             for path, (shape, kind) in zip(self.paths, self.arrays, strict=True)
@@ -311,7 +299,7 @@ class _Target:
     def read(
         self, source: WeightSource, scale: float, used: set[str], problems: list[str]
     ) -> dict[Path, np.ndarray]:
-        """Return the arrays of one adapter; add the names that it reads, and what is wrong."""
+        """Return the arrays of one adapter; add the names that it reads, and its problems."""
         arrays = self.zeros()
         a, b, scales = arrays.values()
         for index, layer in enumerate(self.layers):
@@ -321,7 +309,7 @@ class _Target:
                 if rank:
                     part = slice(place * self.max_rank, place * self.max_rank + rank)
                     _fill(a[own][..., part], module.a, source, layer)
-                    # Of `b`, it fills the outputs of this module.
+                    # In `b`, this module has these outputs.
                     _fill(b[own][:rank], module.b, source, layer)
                     scales[own] = scale
         return arrays
@@ -334,7 +322,7 @@ class _Target:
         used: set[str],
         problems: list[str],
     ) -> int:
-        """Return the rank of a module's matrices; 0 where it has none, or wrong ones."""
+        """Return the rank of a module's matrices; 0 if they are missing or wrong."""
         found = source.shapes()
         names = {
             which: weight.tensors[0].name.format(layer=layer)
@@ -362,7 +350,6 @@ class _Target:
     def wanted(
         self, module: _Module, layer: int, rank: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes of a module's two matrices."""
         _, summed, out = self.axes.split(self._shape)
         for weight, shape in ((module.a, (*summed, rank)), (module.b, (rank, *out))):
             yield from weight.needed(shape, layer=layer)
@@ -383,7 +370,7 @@ def _spans(
 
 
 def _fill(out: np.ndarray, weight: Weight, source: WeightSource, layer: int) -> None:
-    """Fill the part of an array that a module's tensor has."""
+    """Fill a module's part of an array from its tensor."""
     weight.read_into(out, source, out.shape, [slice(0, n) for n in out.shape], layer=layer)
 
 
@@ -394,5 +381,5 @@ def _put(
     new: np.ndarray,  # [*stacked, ...]
     num_stacked: int,
 ) -> jax.Array:
-    """Return the array of all adapters with that of one replaced."""
+    """Return the array of all adapters with one adapter replaced."""
     return array.at[(*(slice(None),) * num_stacked, index)].set(new)

@@ -1,4 +1,4 @@
-"""Adapters as they are given: folders that PEFT has written, or a trainer's arrays."""
+"""Sources of adapters: folders that PEFT has written, or a trainer's arrays."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MAGNITUDE = ".lora_magnitude_vector"
 _MAX_RANK = 2**31 - 1
-# Settings of PEFT that may have any value: they say how an adapter was trained, or where, or are
-# read here.
+# Settings of PEFT that may have any value: they describe where or how it was trained, or are read
+# here.
 _HARMLESS = frozenset(
     (
         *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "task_type"),
@@ -33,7 +33,8 @@ _HARMLESS = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("fan_in_fan_out", "ensure_weight_tying", "megatron_config", "megatron_core"),
         *("rank_pattern", "alpha_pattern"),
-        # Options of an initialisation, of `use_qalora`, and of others that are refused themselves.
+        # Options of an initialisation, of `use_qalora`, and of settings that are themselves
+        # refused.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     )
 )
@@ -47,7 +48,7 @@ _SERVED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Errors of folders that are none of PEFT's.
+# Errors of folders that PEFT did not write.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, re.error, SafetensorError),
     *(OverflowError, RecursionError),
@@ -64,7 +65,7 @@ class AdapterSource:
         missing.
       scale: factor of B @ A.
       where: names the source in error messages.
-      merges: whether the adapter is to be merged into the weights, as DoRA has to be. Then the
+      merges: whether the adapter is to be merged into the weights, as DoRA must be. Then the
         vectors `...lora_magnitude_vector` [out] are not in `shapes`.
 
     Attributes:
@@ -182,7 +183,6 @@ class AdapterSource:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its matrices; 0 without any."""
         shapes = self.shapes().items()
         return max((shape[0] for name, shape in shapes if ".lora_A." in name), default=0)
 
@@ -197,12 +197,12 @@ class AdapterSource:
 
 
 def _pattern(config: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
-    """Return pairs of an expression and what modules have whose names it matches at their end."""
+    """Return pairs of a pattern for the ends of module names and their value."""
     return ((rf"(.*\.)?({key})$", value) for key, value in (config.get(name) or {}).items())
 
 
 def _matching(values: Mapping[re.Pattern[str], float], module: str, otherwise: float) -> float:
-    """Return what the first expression says that matches a module, as PEFT does."""
+    """Return the value of the first pattern that matches a module, as PEFT does."""
     found = (value for pattern, value in values.items() if pattern.match(module))
     return next(found, otherwise)
 

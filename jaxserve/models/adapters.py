@@ -1,4 +1,4 @@
-"""Weights with low-rank adapters, of which each token goes through its own."""
+"""Weights with low-rank adapters; each token uses its own adapter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class AdaptedWeight(nnx.Module):
         scale   float32 [*stacked, adapters]
 
     A token whose adapter is i is multiplied by `base + scale[i] * a[i] @ b[i]`, a token whose
-    adapter is -1 by `base`. Tokens are grouped by their adapters, so that each goes through its own
-    matrices alone, however many there are.
+    adapter is -1 by `base`. Tokens are grouped by adapter, so that each is multiplied with its own
+    matrices only, for any number of adapters.
 
-    Where the weight is made of several modules of a checkpoint, `a` has the columns of all of them,
-    and each output goes through those of its own module: `spans` has, of consecutive outputs, the
-    number of their module and how many they are. It is empty where there is one module.
+    If the weight is made of several modules of a checkpoint, `a` has the columns of all of them,
+    and each output uses those of its own module: `spans` lists, for runs of consecutive outputs,
+    the number of their module and their count. It is empty if there is one module.
     """
 
     def __init__(
@@ -54,19 +54,16 @@ class AdaptedWeight(nnx.Module):
         axes: WeightAxes,
         *,
         num_adapters: int,
-        rank: int,
+        rank: int,  # of each module's change
         spans: tuple[tuple[int, int], ...] = (),
-        dtype: jax.typing.DTypeLike | None = None,
-        base: Any = None,
+        dtype: jax.typing.DTypeLike | None = None,  # of the adapters; by default that of `dense`
+        base: Any = None,  # represents the weight if `dense` has only its shape; by default `dense`
         place: jax.sharding.Sharding | None = None,
     ) -> AdaptedWeight:
         """Return a weight with adapters of zeros, which change nothing.
 
         Args:
-          rank: of each module's change.
-          dtype: of the adapters; by default that of `dense`.
-          base: what represents the weight where `dense` has its shape alone; by default `dense`.
-          place: of the adapters; the default device without it.
+          place: of the adapters; by default the default device.
         """
         like, names = dense.get_value(), dense.get_metadata()["logical_axes"]
         stacked, summed, out = axes.split(like.shape)
@@ -161,8 +158,7 @@ class AdaptedWeight(nnx.Module):
     def _wide_b(self, *, num_before: int) -> Float[Array, " ... ranks *out"]:
         """Return `b` with rows for all modules, zeros where an output is another module's.
 
-        Args:
-          num_before: axes before that of the rank.
+        `num_before` counts the axes before that of the rank.
         """
         b = self.b[...]
         if not self.spans:

@@ -13,10 +13,9 @@ cross          `cross_rows`           of the encoder's sequence   nothing; `Cros
                                                                   does, once a sequence
 =============  =====================  ==========================  ================================
 
-A position in `Rows` says what a query sees and nothing else. Rotary embeddings and learned
-positions follow `AttentionBatch.positions`, which is the place of a token in its own sequence for
-all kinds. Sliding windows and ALiBi count from the position in the rows, so they belong to causal
-attention only.
+A position in `Rows` only says what a query sees. Rotary embeddings and learned positions follow
+`AttentionBatch.positions`, the place of a token in its own sequence for all kinds. Sliding windows
+and ALiBi count from the position in the rows, so they belong to causal attention only.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def bidirectional_rows(
 ) -> Rows:
     """Return rows of whole sequences, whose queries see the keys of all their `length` tokens.
 
-    All tokens of a sequence are in one step: each layer writes the keys of all of them before the
-    first query reads.
+    All tokens of a sequence are in one step: each layer writes all their keys before the first
+    query reads.
     """
     return _seeing_all(query_start, length, length, page_table)
 
@@ -79,7 +78,7 @@ def cross_rows(
 ) -> Rows:
     """Return rows whose queries see all `encoded_length` keys of another sequence's pages.
 
-    That sequence's keys and values are there already, from `CrossAttention.write`.
+    `CrossAttention.write` has written that sequence's keys and values before.
     """
     return _seeing_all(query_start, query_length, encoded_length, encoded_page_table)
 
@@ -130,10 +129,9 @@ class Attention(SumsRows):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """Return what attention adds to the residual stream, and with `residual` their sum.
+        """Return attention's addition to the residual stream, or with `residual` their sum.
 
-        Args:
-          norm: what `x` still has to go through.
+        `norm` is applied to `x` first.
         """
         config, group = self.config, self.config.group
         # [tokens, kv_heads, group + 2, head_dim]
@@ -181,7 +179,7 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens embed"], context: CrossContext
     ) -> Float[Array, "tokens embed"]:
-        """Return what attention adds to the residual, for `x` after the norm."""
+        """Return attention's addition to the residual stream, for `x` after the norm."""
         config = self.config
         q = Linear(self.wq, self.bq)(x, context.adapter)
         q = q.reshape(-1, config.num_heads, config.head_dim)

@@ -39,26 +39,22 @@ class AttentionBatch:
     """Positions, KV destinations and rows of a flat ragged batch.
 
     Attributes:
-      positions: the place of each token in its sequence.
       page, offset: where each token's KV is written; page 0 for padding. None for a batch of cross
         attention, which writes nothing.
-      rows: which keys each token sees; `models.attention` makes them.
-      max_query_length: static; 1 for a pure decode batch, None otherwise.
-      plan: the plan of the rows, for kernels that work through one.
-      implementation: the implementation of attention, and of the write where one has this name;
-        None for the platform's choice.
-      adapter: the adapter of each token, -1 for none; None where no token has one.
+      implementation: the implementation of attention, and of the write if one has this name; None
+        for the platform's choice.
+      adapter: the adapter of each token, -1 for none; None if no token has one.
       cross_rows: which of the encoder's keys each token sees; None for models without an encoder.
       distance_bias: of `paged_attention`, for all layers; None for models without one.
       slot: the slot of each row, which has its states; None for models without recurrent layers.
     """
 
-    positions: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]  # the place of each token in its sequence
     page: Int32[Array, " tokens"] | None
     offset: Int32[Array, " tokens"] | None
-    rows: Rows
-    max_query_length: int | None
-    plan: Plan | None = None
+    rows: Rows  # which keys each token sees; `models.attention` makes them
+    max_query_length: int | None  # static; 1 for a pure decode batch, None otherwise
+    plan: Plan | None = None  # the plan of the rows, for kernels that use one
     implementation: Any = None
     adapter: Int32[Array, " tokens"] | None = None
     cross_rows: Rows | None = None
@@ -70,10 +66,10 @@ class AttentionBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer with attention, in pages; states of the others, in slots.
+    """Keys and values of attention layers, in pages; states of recurrent layers, in slots.
 
     The cache is one buffer with all layers, or one buffer a layer. The platform decides which when
-    the cache is created. Layers are counted among those of their kind.
+    the cache is created. Layers are numbered among those of their kind.
 
     Attributes:
       k_pages, v_pages: `layers` are those in the buffer.
@@ -94,29 +90,25 @@ class KVCache:
 
     @property
     def pages(self) -> KVCache:
-        """The cache without states."""
         return replace(self, states=())
 
     def layer(self, kind: LayerKind, index: int) -> KVCache:
-        """Return the part of the cache that a layer with its own buffer has."""
+        """Return the part of the cache for a layer with its own buffer."""
         if kind == "attention":
             return self.buffer(index)
         return KVCache((), (), states=self.states[index : index + 1])
 
     def with_layer(self, kind: LayerKind, index: int, part: KVCache) -> KVCache:
-        """Return the cache with `part` as that of a layer."""
         if kind == "attention":
             return self.with_buffer(index, part)
         states = *self.states[:index], *part.states, *self.states[index + 1 :]
         return replace(self, states=states)
 
     def buffer(self, index: int) -> KVCache:
-        """Return the keys and values of one buffer."""
         own = (leaves[index : index + 1] for leaves in self._fields)
         return KVCache(*own, states=())
 
     def with_buffer(self, index: int, part: KVCache) -> KVCache:
-        """Return the cache with `part` as one of its buffers."""
         replaced = (
             (*leaves[:index], *new, *leaves[index + 1 :])
             for leaves, new in zip(self._fields, part._fields, strict=True)
@@ -126,7 +118,7 @@ class KVCache:
     def with_pages(
         self, layer: int | Int32[Array, ""], target: Int32[Array, " count"], values: KVCache
     ) -> KVCache:
-        """Return the cache with some pages of one layer replaced, in place where it is donated.
+        """Return the cache with some pages of one layer replaced, in place if it is donated.
 
         Args:
           target: page ids; an id past the end skips that page.
@@ -140,7 +132,7 @@ class KVCache:
 
     def attend(
         self,
-        layer: int | Int32[Array, ""],
+        layer: int | Int32[Array, ""],  # a traced one (scanned layers) needs the single-buffer form
         qkv: Float[Array, "tokens kv_heads columns head_dim"],
         rope: RopeTables | None,
         batch: AttentionBatch,
@@ -152,12 +144,11 @@ class KVCache:
         cache with more KV heads than `qkv` has (fewer than shards) holds copies of each.
 
         Args:
-          layer: a traced one (scanned layers) needs the single-buffer form.
           qkv: for each KV head its queries, its key and its value, not rotated yet.
           options: of `paged_attention`.
 
         Returns:
-          What the queries see, and the cache with the new keys and values.
+          The attention output, and the cache with the new keys and values.
         """
         buffer, index = self._place(layer)
         copies = self.k_pages[buffer].shape[2] // qkv.shape[1]
@@ -196,9 +187,9 @@ class KVCache:
         batch: AttentionBatch,
         **options: Any,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """Attend with queries `q` to what was written; write nothing.
+        """Attend with queries `q`, which are not rotated, to the cache; write nothing.
 
-        Queries are not rotated. `options` are those of `paged_attention`.
+        `options` are those of `paged_attention`.
         """
         buffer, index = self._place(layer)
         read = over_tensor(
@@ -388,21 +379,16 @@ def state_arrays(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IncomingPages:
-    """Pages whose keys and values a layer gets just before it attends (thesis, section 3.4.3.3).
+    """Pages whose keys and values a layer gets just before it attends (thesis, section 3.4.3.3)."""
 
-    Attributes:
-      target: where in the cache each goes; past its end to skip.
-      values: as the cache, but of `count` pages, in the host's memory.
-    """
-
-    target: Int32[Array, " count"]
-    values: KVCache
+    target: Int32[Array, " count"]  # where in the cache each goes; past its end to skip
+    values: KVCache  # as the cache, but of `count` pages, in the host's memory
 
     def fetch(self, layer: int | Int32[Array, ""]) -> KVCache:
-        """A layer's part in a buffer of its own, on its way to the device.
+        """Start to copy a layer's part to the device, into a buffer of its own.
 
-        Who computes something else before using it need not wait for it. A traced layer past the
-        last one is the last one.
+        A computation that does not use it need not wait for it. A traced layer past the last one
+        stands for the last one.
         """
         part = self.values
         if len(part.k_pages) == 1:
@@ -413,5 +399,5 @@ class IncomingPages:
         return jax.device_put(part, jax.memory.Space.Device)
 
     def put(self, cache: KVCache, layer: int | Int32[Array, ""], fetched: KVCache) -> KVCache:
-        """The cache with what was fetched for a layer."""
+        """Return the cache with the pages fetched for a layer."""
         return cache.with_pages(layer, self.target, fetched)

@@ -16,28 +16,26 @@ Message = Mapping[str, Any]
 # The mark is drawn from private-use characters, so that no message can be written to contain it.
 _MARK_CHARACTERS, _MARK_LENGTH = "".join(map(chr, range(0xE000, 0xF900))), 4
 FIRST_STAND_IN = 0xF0000
-# Stands for an answer, to see what a template puts after one.
+# Stands for an answer, to find what a template puts after one.
 _PROBE = "answer"
 
 
 @final
 class ChatTemplate:
-    """Renders and encodes chats. Control tokens spelt out inside a message stay ordinary text: a
-    message cannot end its own turn or open another's.
+    """Renders and encodes chats. Control tokens spelt out inside a message stay ordinary text:
+    a message cannot end its own turn or open another's.
 
     Args:
-      source: Jinja, as in a tokenizer_config.json.
       special_tokens: names that the template may use (`bos_token`, ...) and their texts.
-      control_texts: the texts of all control tokens, the longest first.
       encode: returns the token ids of a text that comes in parts; control tokens in every second
         part are ordinary text.
     """
 
     def __init__(
         self,
-        source: str,
+        source: str,  # Jinja, as in a tokenizer_config.json
         special_tokens: Mapping[str, str],
-        control_texts: Sequence[str],
+        control_texts: Sequence[str],  # the texts of all control tokens, the longest first
         encode: Callable[[Sequence[str]], list[int]],
     ):
         self._source = source
@@ -54,9 +52,8 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids of a chat.
 
-        Args:
-          tools: functions that the model may call, in OpenAI's form. An empty list is one to the
-            template, as in transformers.
+        `tools` are functions that the model may call, in OpenAI's form; the template gets an empty
+        list as a list, as in transformers.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
@@ -73,15 +70,12 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | None:
-        """Return the token ids after the answer's own tokens when a chat goes on with `new`.
+        """Return the token ids after the answer's own tokens when a chat continues with `new`.
 
-        They begin with the template's end of the answer's turn and end where the next begins.
-        None where the template is not stable: where it renders the earlier messages differently
-        than before the answer, or changes the answer by more than the white space around it.
-
-        Args:
-          asked: the messages to which the answer was given.
-          tools: as for `apply`.
+        They begin with the template's end of the answer's turn and end where the next begins. None
+        if the template is not stable: if it renders the earlier messages differently than before
+        the answer, or changes the answer by more than the white space around it. `asked` has the
+        messages before the answer.
 
         Raises:
           InvalidRequestError: as `apply`, for all messages together.
@@ -101,14 +95,14 @@ class ChatTemplate:
             return None
         if real[len(head) : len(real) - len(rest)].strip() != str(answer["content"]).strip():
             return None
-        # Encoded after something: at the beginning of a text some tokenizers put a space.
+        # Encoded after a text: at the beginning of a text some tokenizers put a space.
         context, ids = self._ids(_PROBE, None), self._ids(_PROBE + rest, marker)
         is_apart = ids[: len(context)] == context
         return ids[len(context) :] if is_apart else self._ids(rest, marker)
 
     @cached_property
     def takes_text_arguments(self) -> bool:
-        """Whether it writes the arguments of an earlier call as the text that a client sent.
+        """Return whether it writes the arguments of an earlier call as the text that a client sent.
 
         Other templates write the JSON of an object. Found by rendering a call.
         """
@@ -137,7 +131,7 @@ class ChatTemplate:
             ) from error
 
     def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
-        # Jinja is for chats only.
+        # Jinja is only needed for chats.
         from jaxserve.models.jinja import render
 
         try:
@@ -158,7 +152,7 @@ class ChatTemplate:
         """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
 
         Keys are shielded too, since templates write those of a tool's parameters. The pattern is
-        None when there was nothing to shield.
+        None if no token was replaced.
 
         Raises:
           InvalidRequestError: they are nested too deeply.
@@ -197,7 +191,7 @@ class ChatTemplate:
 
 
 def drawn_mark() -> str:
-    """Return private-use characters that no text contains except by an unlikely chance."""
+    """Return private-use characters that are in no text, except by a tiny chance."""
     return "".join(secrets.choice(_MARK_CHARACTERS) for _ in range(_MARK_LENGTH))
 
 

@@ -15,7 +15,7 @@ from sharding import check_tensor_axis
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What a layer keeps of a sequence: keys and values in pages, or a state in its slot.
+# The form of a layer's memory of a sequence: keys and values in pages, or a state in its slot.
 LayerKind = Literal["attention", "recurrent"]
 
 
@@ -24,24 +24,19 @@ class DecoderConfig:
     """The fields that the engine, the cache and the shared layers read; families add their own.
 
     Attributes:
-      dtype: of parameters, activations and, where no other is chosen, of the KV cache; one of
-        `DTYPES`. A checkpoint's own dtype does not matter: `load_model` sets this one.
-      max_position_embeddings: the longest context the model was made for, tokens; with that which
-        a scaling of its rotary embedding adds.
-      activation: the activation of the MLP, one of `layers.ACTIVATIONS`.
-      norm_eps: the number that is added to the variance (RMS and layer norms).
-      norm_offset: the number that is added to an RMS norm's scale (1 in Gemma).
+      dtype: of parameters, activations and, by default, of the KV cache; one of `DTYPES`. A
+        checkpoint's own dtype does not matter: `load_model` sets this one.
+      max_position_embeddings: the longest context that the model was made for, in tokens, including
+        the extension by its rotary embedding's scaling.
       qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
-      rope: the rotary embedding; None for learned positions.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
-      layer_kinds: the kind of each layer; all have attention by default.
-      recurrence: what recurrent layers keep of a sequence; None for a model without any.
-      decoder_start_token_id: the token that an encoder-decoder model's answers begin with; None for
-        a model without an encoder.
+      recurrence: the states of recurrent layers; None for a model without any.
+      decoder_start_token_id: the first token of an encoder-decoder model's answers; None for a
+        model without an encoder.
     """
 
     vocab_size: int
@@ -53,9 +48,9 @@ class DecoderConfig:
     head_dim: int
     dtype: str = "float32"
     max_position_embeddings: int = 2048
-    activation: str = "silu"
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
+    activation: str = "silu"  # the activation of the MLP, one of `layers.ACTIVATIONS`
+    norm_eps: float = 1e-6  # the number that is added to the variance (RMS and layer norms)
+    norm_offset: float = 0.0  # the number that is added to an RMS norm's scale (1 in Gemma)
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -65,10 +60,10 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
-    rope: Rope | None = None
+    rope: Rope | None = None  # the rotary embedding; None for learned positions
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
-    layer_kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()  # the kind of each layer; all have attention by default
     recurrence: Recurrence | None = None
     decoder_start_token_id: int | None = None
 
@@ -114,13 +109,12 @@ class DecoderConfig:
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
-        """The rotary embedding of each layer."""
         local = self.local_rope or self.rope
         return tuple(self.rope if window is None else local for window in self.sliding_windows)
 
     @property
     def num_mlp_parts(self) -> int:
-        """The number of parts that a mesh divides an MLP into: its inner size, or its experts."""
+        """Number of parts into which a mesh can divide an MLP: its inner size, or its experts."""
         return self.intermediate_size
 
     @property
@@ -131,12 +125,10 @@ class DecoderConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """The number of layers whose keys and values are in pages."""
         return self.layer_kinds.count("attention")
 
     @property
     def num_recurrent_layers(self) -> int:
-        """The number of layers whose state is in slots."""
         return self.layer_kinds.count("recurrent")
 
     @property
@@ -147,23 +139,22 @@ class DecoderConfig:
 
     @property
     def default_context(self) -> int:
-        """The context of a runtime whose options do not say one, tokens."""
+        """The context in tokens of a runtime whose options do not set one."""
         return self.max_position_embeddings
 
     @property
     def has_encoder(self) -> bool:
-        """Whether an encoder reads the prompt, which a decoder answers."""
         return self.decoder_start_token_id is not None
 
     @property
     def down_dtype(self) -> str | None:
-        """The dtype of the last weight of an MLP, if it is another than `dtype`."""
+        """The dtype of the last weight of an MLP, if it is not `dtype`."""
         return None
 
     def fitted_to(self, tensors: Collection[str]) -> Self:
-        """Return the configuration of a checkpoint with these tensors, by their names.
+        """Return the configuration of a checkpoint with these tensors, by name.
 
-        For what config.json does not say.
+        For facts that config.json does not state.
         """
         return self
 
@@ -189,12 +180,11 @@ class Fields:
     """The fields of a config.json that a family reads, as their class in transformers has them.
 
     Attributes:
-      defaults: the value of each field where it is absent.
-      nullable: fields that may be null, besides those whose default is null.
-      aliases: other names of fields, by which a value counts before the field's own.
+      nullable: fields that may be null, in addition to those whose default is null.
+      aliases: other names of fields; a value under one precedes the field's own.
     """
 
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # the value of each absent field
     nullable: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -232,7 +222,7 @@ def check_sizes(given: Mapping[str, Any]) -> None:
 
 
 def plain_sizes(
-    given: Mapping[str, Any],
+    given: Mapping[str, Any],  # the result of `Fields.read`
     *,
     embed: str = "hidden_size",
     layers: str = "num_hidden_layers",
@@ -243,9 +233,8 @@ def plain_sizes(
     """Return the sizes of a decoder without grouped queries, with head_dim = hidden size / heads.
 
     Args:
-      given: what `Fields.read` returns.
-      embed, layers, heads, mlp, positions: the names of the fields. Where that of the MLP is null,
-        the MLP has four times the hidden size.
+      embed, layers, heads, mlp, positions: the names of the fields. If that of the MLP is null, the
+        MLP has four times the hidden size.
     """
     hidden_size, num_heads = given[embed], given[heads]
     return dict(
@@ -300,7 +289,7 @@ def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
 
 
 # Lowest and highest sizes in a config.json, by their names there. The highest are above those of
-# any model: a model of as many layers can still be laid out, to be compared with its checkpoint.
+# any model; a model of these sizes can still be laid out, to be compared with its checkpoint.
 _RANGES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 1 << 10)),
     **dict.fromkeys(("num_layers", "num_decoder_layers"), (1, 1 << 10)),

@@ -1,4 +1,4 @@
-"""What a layer knows of its tokens: their adapters, and what they may see of earlier ones.
+"""The context of a layer: its tokens' adapters, and the earlier tokens that they may see.
 
 `PagedContext` serves from a paged cache and from states in slots, `WholeContext` computes whole
 sequences for training, and `CrossContext` reads the encoder's keys and values.
@@ -22,7 +22,7 @@ class LayerContext(Protocol):
 
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
-        """The adapter of each token, -1 for none; None where no token has one."""
+        """The adapter of each token, -1 for none; None if no token has one."""
         ...
 
     def attend(
@@ -32,10 +32,9 @@ class LayerContext(Protocol):
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """Return the attention of the queries in `qkv`.
+        """Return attention for the queries in `qkv`: each KV head's queries, key and value.
 
-        `qkv` holds for each KV head its queries, its key and its value. Where positions are rotary,
-        this rotates queries and keys. `scale` and `soft_cap` are those of
+        This rotates queries and keys if positions are rotary. `scale` and `soft_cap` are those of
         `pallas_kernels.paged_attention`.
         """
         ...
@@ -45,8 +44,7 @@ class LayerContext(Protocol):
     ) -> Float[Array, "tokens ..."]:
         """Return the outputs of `advance`, called for runs of tokens of one sequence each.
 
-        Args:
-          recurrence, dtype: the state's sizes, and the dtype of the activations.
+        `recurrence` has the state's sizes, `dtype` is that of the activations.
         """
         ...
 
@@ -59,10 +57,8 @@ class LayerContext(Protocol):
 class PagedContext:
     """A context that writes keys and values, or states, to the cache and reads them from it.
 
-    Attention is causal or bidirectional, as the batch's rows are.
-
-    Attributes:
-      cache: the cache as the last `attend` or `recur` left it.
+    Attention is causal or bidirectional, as the batch's rows are. `cache` has the writes of the
+    last `attend` or `recur`.
     """
 
     def __init__(
@@ -116,13 +112,10 @@ class PagedContext:
 
 @final
 class CrossContext:
-    """A context of cross attention: the encoder's keys and values, in pages of their own.
+    """A context of cross attention: the encoder's keys and values, in separate pages.
 
     Two steps use one: the encoder's, whose batch says where each of its tokens is written, and the
-    decoder's, whose batch has `attention.cross_rows`.
-
-    Attributes:
-      cache: the cache as the last `write` left it.
+    decoder's, whose batch has `attention.cross_rows`. `cache` has the writes of the last `write`.
     """
 
     def __init__(self, layer: int | Int32[Array, ""], batch: AttentionBatch, cache: KVCache):
@@ -135,7 +128,6 @@ class CrossContext:
         return self._batch.adapter
 
     def write(self, kv: Float[Array, "tokens kv_heads 2 head_dim"]) -> None:
-        """Write keys and values `kv` to the cache."""
         self.cache = self.cache.write(self._layer, kv, self._batch)
 
     def attend(

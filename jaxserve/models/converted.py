@@ -1,4 +1,4 @@
-"""Converted models kept on disk: parameters as files that are mapped into memory."""
+"""A disk cache of converted models: parameters as files that are mapped into memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxserve.core.errors import ModelCacheError
 from jaxserve.models import huge_pages
 from jaxserve.models.tokenizer import Tokenizer
 
-# Raise it whenever the parameters' names, shapes or meaning change.
+# Raise it when the parameters' names, shapes or meaning change.
 FORMAT_VERSION = 4
 _log = logging.getLogger(__name__)
-# Entries that threads of this process are writing, by their folders.
+# Entries that threads of this process are writing, by folder.
 _saving: dict[Path, threading.Thread] = {}
 
 
@@ -43,10 +43,10 @@ class Header:
 class ConvertedModel:
     """The entry of one source file in one variant (dtype and layout).
 
-    Each entry is a folder, written aside and renamed into place. An entry is valid for the file
-    that it was made from (path, size, modification time) and while all its files have their sizes.
-    A damaged entry counts as absent, with a warning, and the next `save` overwrites it. `save`
-    removes the entries of files that are not there any more.
+    Each entry is a folder, written under a temporary name and renamed. An entry is valid for the
+    file that it was made from (path, size, modification time) and while all its files have their
+    sizes. A damaged entry is a miss, with a warning, and the next `save` overwrites it. `save`
+    removes the entries of files that no longer exist.
     """
 
     def __init__(self, name: str, source: Path, variant: str):
@@ -78,10 +78,10 @@ class ConvertedModel:
     def restore(
         self, abstract: nnx.State, shardings: nnx.State | None, *, uses_huge_pages: bool
     ) -> nnx.State | None:
-        """Read the parameters onto their devices; None when they cannot be read.
+        """Read the parameters onto their devices; None if they cannot be read.
 
-        On one CPU whose system has huge pages, large arrays may be read into memory
-        (`huge_pages`); others are the files' pages themselves, read when they are first used.
+        On one CPU whose system has huge pages, large arrays may be read into memory (`huge_pages`);
+        other arrays are mapped, and read when they are first used.
         """
         flat = dict(nnx.to_flat_state(abstract))
         places = None if shardings is None else dict(nnx.to_flat_state(shardings))
@@ -128,9 +128,9 @@ class ConvertedModel:
     def save_behind(
         self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State
     ) -> None:
-        """Write the entry on a thread of its own, for which the process's end waits; see `save`.
+        """Write the entry on another thread, for which the process waits at its end; see `save`.
 
-        Parameters that are deleted meanwhile cause a warning, too.
+        Parameters that are deleted meanwhile also cause a warning.
         """
 
         def run() -> None:
@@ -141,7 +141,7 @@ class ConvertedModel:
             finally:
                 _saving.pop(self.folder, None)
 
-        # Not a daemon: an entry that is half written would be converted again.
+        # Not a daemon: a half-written entry would be converted again.
         thread = threading.Thread(target=run, name="jaxserve-save")
         _saving[self.folder] = thread
         thread.start()
@@ -156,13 +156,14 @@ class ConvertedModel:
             _require_space(aside, sum(array.nbytes for array in arrays.values()))
             (aside / "params").mkdir()
             for name, array in arrays.items():
-                # NumPy's files have no name for bfloat16; its bits are kept as integers.
+                # NumPy's files have no name for bfloat16; its bits are stored as integers.
                 bits = np.asarray(array).view(f"u{array.dtype.itemsize}")
                 np.save(aside / "params" / f"{name}.npy", bits)
             tokenizer.save(aside)
             entry = {"made_from": self._identity(), "config": dict(config), "files": _sizes(aside)}
             (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
-            # Sizes alone tell a whole entry, so that its bytes must be on the disk before its name.
+            # A complete entry is recognised by its sizes alone, so its bytes must be on the disk
+            # before its name.
             _flush(aside)
             if self.folder.exists():
                 shutil.rmtree(self.folder)

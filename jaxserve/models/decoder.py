@@ -3,8 +3,8 @@
 embedding     [vocab, embed]
 blocks        one `Block` for each layer, or one block with the parameters of all layers stacked
 norm          of the last hidden state
-lm_head       [embed, vocab]     absent where it is tied to the embedding
-lm_head_bias  [vocab]            where the config has it
+lm_head       [embed, vocab]     absent if it is tied to the embedding
+lm_head_bias  [vocab]            if the config has it
 
 A decoder can be a part of a model, for a stage of a stage plan: some of the layers, with the
 embedding in the first part and the norm and the logits in the last.
@@ -38,7 +38,7 @@ LayerLayout = Literal["unrolled", "scanned"]
 @final
 @dataclass(frozen=True)
 class Part:
-    """The layers of a model that a decoder has, and whether it has the start and the end."""
+    """The layers of a decoder's part of a model, and whether it has the start and the end."""
 
     layers: range
     has_start: bool
@@ -48,26 +48,19 @@ class Part:
 @final
 @dataclass(frozen=True)
 class Tap:
-    """A place where the residual stream is read.
+    """A place where the residual stream is read."""
 
-    Attributes:
-      layer: the number of layers before that place.
-      rows: the tokens to read.
-    """
-
-    layer: int
-    rows: Int32[Array, " rows"]
+    layer: int  # the number of layers before that place
+    rows: Int32[Array, " rows"]  # the tokens to read
 
 
 class Decoder(SumsRows):
     """A decoder over a flat ragged batch and a cache; families set the classes of blocks.
 
     Args:
-      config: also says the dtype of the parameters and activations.
-      rngs: for random weights; None for zeros where only shapes matter, as under `nnx.eval_shape`.
+      rngs: for random weights; None for zeros if only shapes matter, as under `nnx.eval_shape`.
       layer_layout: `unrolled` has a block and a cache buffer for each layer; `scanned` stacks both
         ([layers, ...]) and loops with `lax.scan`.
-      part: None for the whole model.
 
     Raises:
       UnsupportedModelError: scanned layers that differ in their kinds, windows or rotary
@@ -79,11 +72,11 @@ class Decoder(SumsRows):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderConfig,  # also sets the dtype of the parameters and activations
         *,
         rngs: nnx.Rngs | None,
         layer_layout: LayerLayout = "unrolled",
-        part: Part | None = None,
+        part: Part | None = None,  # None for the whole model
     ):
         part = part or Part(range(config.num_layers), has_start=True, has_end=True)
         config = config.part(part.layers)
@@ -119,10 +112,10 @@ class Decoder(SumsRows):
         batch: AttentionBatch,
         cache: KVCache,
     ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-        """Return the hidden states after the last norm, and the cache.
+        """Return the hidden states after the last norm, and the cache with this step's KV.
 
-        The cache has this step's keys and values. `inputs` are tokens. A part without the start
-        takes the residual stream in their place; a part without the end returns it.
+        `inputs` are tokens. A part without the start takes the residual stream instead; a part
+        without the end returns it.
         """
         hidden, cache, _ = self.tapped(inputs, batch, cache, None)
         return hidden, cache
@@ -137,8 +130,7 @@ class Decoder(SumsRows):
     ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float[Array, "rows embed"] | None]:
         """Return the same, and the residual stream at `tap`; None without a tap.
 
-        Args:
-          incoming: pages that are put into the cache before it is read.
+        `incoming` pages are put into the cache before it is read.
         """
         tables = self._rope_tables(batch.positions)
         x = self._embed(inputs, batch.positions, batch.adapter) if self.has_start else inputs
@@ -179,10 +171,7 @@ class Decoder(SumsRows):
     def whole_residual(
         self, tokens: Int32[Array, "sequences length"], num_layers: int
     ) -> Float[Array, "sequences length embed"]:
-        """Return the residual stream after some of the layers.
-
-        The sequences are whole, as in `whole_logits`; `num_layers` counts from the first layer.
-        """
+        """Return the residual stream of whole sequences after the first `num_layers` layers."""
         config = self.config
         num_sequences, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), num_sequences)
@@ -207,8 +196,7 @@ class Decoder(SumsRows):
     ) -> Float32[Array, "rows vocab"]:
         """Return the logits of final hidden states.
 
-        Args:
-          adapter: the adapter of each row, -1 for none; None where no row has one.
+        `adapter` is that of each row, -1 for none; None if no row has one.
         """
         tied = self.config.tie_word_embeddings
         weight = self.embedding if tied else self.lm_head
@@ -218,14 +206,13 @@ class Decoder(SumsRows):
         return soft_capped(logits, self.config.logits_soft_cap)
 
     def _block(self, kind: LayerKind, new: ParamMaker) -> Block:
-        """Return a layer of a kind."""
         if kind == "attention":
             return self.block_class(self.config, new)
         assert self.recurrent_block_class is not None, "a family without recurrent layers"
         return self.recurrent_block_class(self.config, new)
 
     def _add_embedding(self, new: ParamMaker) -> None:
-        """Make the embedding, which also gives the logits where it is tied."""
+        """Make the embedding, which also gives the logits if it is tied."""
         vocab, embed = self.config.vocab_size, self.config.hidden_size
         self.embedding = new.weight(("vocab", "embed"), (vocab, embed), transposed=True)
 
@@ -233,7 +220,6 @@ class Decoder(SumsRows):
         """Make the other parameters before the layers."""
 
     def _add_end(self, new: ParamMaker) -> None:
-        """Make the parameters after the layers."""
         config = self.config
         vocab, embed = config.vocab_size, config.hidden_size
         self.norm = self.block_class.norm_class(config, new)
@@ -248,13 +234,11 @@ class Decoder(SumsRows):
         positions: Int32[Array, " tokens"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, "tokens embed"]:
-        """Return the residual stream before the first layer."""
         return self._embedded(tokens, adapter)
 
     def _embedded(
         self, tokens: Int32[Array, " tokens"], adapter: Int32[Array, " tokens"] | None
     ) -> Float[Array, "tokens hidden"]:
-        """Return the rows of the embedding for `tokens`."""
         return Linear(self.embedding).rows(tokens, adapter, self.config.dtype)
 
     def _end(
@@ -266,7 +250,7 @@ class Decoder(SumsRows):
     def _rope_tables(
         self, positions: Int32[Array, " tokens"]
     ) -> dict[Rope | None, RopeTables | None]:
-        """Return the tables of every rotary embedding that some layer has."""
+        """Return the tables of every rotary embedding of the layers."""
         return {
             rope: None if rope is None else rope_tables(positions, self.config.head_dim, rope)
             for rope in dict.fromkeys(self.config.layer_ropes)
@@ -338,6 +322,6 @@ def _one_layer(
     batch: AttentionBatch,
     cache: KVCache,
 ) -> tuple[Float[Array, "tokens embed"], KVCache]:
-    """One unrolled layer over its own cache buffer; jitted so that equal layers share a trace."""
+    """Run one unrolled layer over its own cache buffer; jitted: equal layers share a trace."""
     context = PagedContext(0, tables, window, batch, cache)
     return nnx.merge(graphdef, state)(x, context), context.cache

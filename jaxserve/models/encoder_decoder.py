@@ -4,7 +4,7 @@ The encoder reads whole prompts, several of them in one flat batch.
 
 A sequence's positions are those of the encoder's prompt, then padding to the end of a page, then
 those of the decoder. The pages of prompt positions hold, for each decoder layer, the keys and
-values of cross attention to the encoder's output there. The pages behind them hold the decoder's
+values of cross attention to the encoder's output. The pages after them hold the decoder's
 own keys and values. So one page table has both, and the decoder's positions begin with a page.
 """
 
@@ -59,8 +59,8 @@ def _buckets(
 ) -> Int[np.ndarray, " distances"]:
     """Return the bucket of each distance, in float32 as PyTorch computes it.
 
-    T5's buckets (Raffel et al., arXiv:1910.10683, section 2.1): near distances have one each,
-    farther ones share buckets that grow with the logarithm of the distance, and all beyond the
+    T5's buckets (Raffel et al., arXiv:1910.10683, section 2.1): short distances have one each,
+    longer ones share buckets that grow with the logarithm of the distance, and all beyond the
     maximum share the last.
     """
     exact = num_buckets // 2
@@ -78,26 +78,23 @@ _QUERIES_A_BLOCK = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EncoderBatch:
-    """Whole prompts, one after the other.
+    """Whole prompts, one after another, with padding in `tokens`.
 
     Attributes:
-      tokens: of all prompts, and padding.
       prompt: the prompt that each token belongs to; padding has a number of its own.
-      positions: the place of each token in its prompt.
     """
 
     tokens: Int32[Array, " tokens"]
     prompt: Int32[Array, " tokens"]
-    positions: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]  # the place of each token in its prompt
 
 
 @final
 class EncoderContext:
     """A `LayerContext` of whole prompts: a token sees all tokens of its own prompt, and no other.
 
-    Args:
-      biases: added to the logits by the key's position minus the query's; the middle is 0, and
-        what is farther away has the first or the last.
+    `biases` are added to the logits by the key's position minus the query's; the middle is 0, and
+    offsets beyond them use the first or the last.
     """
 
     adapter: Int32[Array, " tokens"] | None = None
@@ -166,20 +163,15 @@ class Encoder(nnx.Module):
     blocks          one `Block` for each layer, or one block with the parameters of all layers
     norm            of the last hidden state
     relative_bias   [buckets, heads]   of all layers
-
-    Args:
-      config: of the encoder: its `num_layers` are those of the encoder.
-      block_class: what its layers are.
-      max_distance: from which on distances share a bucket.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
-        block_class: type[Block],
+        config: DecoderConfig,  # of the encoder: its `num_layers` are those of the encoder
+        block_class: type[Block],  # the class of its layers
         *,
         num_buckets: int,
-        max_distance: int,
+        max_distance: int,  # distances from this one on share a bucket
         rngs: nnx.Rngs | None,
         layer_layout: LayerLayout,
     ):
@@ -220,12 +212,12 @@ def _one_layer(
     batch: EncoderBatch,
     biases: Float[Array, "heads offsets"],
 ) -> Float[Array, "tokens embed"]:
-    """One unrolled layer; jitted so that equal layers share a trace."""
+    """Run one unrolled layer; jitted so that equal layers share a trace."""
     return nnx.merge(graphdef, state)(x, EncoderContext(batch, biases))
 
 
 class RelativeConfig(Protocol):
-    """What a configuration says of the encoder and of relative positions."""
+    """The fields of a configuration about the encoder and relative positions."""
 
     num_buckets: int
     max_distance: int
@@ -255,7 +247,7 @@ class CrossBlock(Block):
 def added(
     x: Float[Array, "tokens embed"], update: Float[Array, "tokens embed"]
 ) -> Float[Array, "tokens embed"]:
-    """Return the residual stream, which may be wider than its update, with the update."""
+    """Return the sum of the residual stream, which may have a wider dtype, and its update."""
     return x + update.astype(x.dtype)
 
 
@@ -295,7 +287,6 @@ class EncoderDecoder(Decoder):
             )
 
     def encode(self, batch: EncoderBatch) -> Float[Array, "tokens embed"]:
-        """Return the encoder's output for whole prompts."""
         return self.encoder(self._embed(batch.tokens, batch.positions, None), batch)
 
     def write_encoded(
@@ -303,8 +294,7 @@ class EncoderDecoder(Decoder):
     ) -> KVCache:
         """Return the cache with each layer's keys and values of the encoder's output.
 
-        Args:
-          batch: says where each token is written.
+        `batch` says where each token is written.
         """
         if isinstance(self.blocks, nnx.List):
             for layer, block in enumerate(self.blocks):
@@ -338,7 +328,7 @@ class EncoderDecoder(Decoder):
     def whole_logits(
         self, tokens: Int32[Array, "sequences length"]
     ) -> Float32[Array, "sequences length vocab"]:
-        """Raise UnsupportedModelError: one sequence has no prompt and answer to tell apart."""
+        """Raise UnsupportedModelError: one sequence cannot be split into prompt and answer."""
         raise _no_whole_sequences()
 
     def whole_residual(

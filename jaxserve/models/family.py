@@ -1,4 +1,4 @@
-"""A family of models; each file of `families/` makes one."""
+"""A family of models; each file of `families/` defines one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Family:
     """A decoder, its configuration, and the places of its weights in Hugging Face checkpoints.
 
     Attributes:
-      fields: what the family reads of a config.json, by the value of `model_type`.
+      fields: the fields of a config.json that the family reads, by `model_type`.
       weights: returns, for a configuration, the tensors that fill each parameter, by the
         parameter's path with dots and without the layer's number.
       prefix: the beginning of most tensor names; checkpoints of the bare model lack it.

@@ -29,35 +29,22 @@ Part = Literal["codes", "scales", "minima"]
 @final
 @dataclass(frozen=True)
 class Blocks:
-    """The numbers of some rows: `scales * codes + minima`, group by group.
+    """The numbers of some rows: `scales * codes + minima`, group by group."""
 
-    Attributes:
-      codes: [*rows, length]; signed unless there are minima.
-      scales: [*rows, length / group]
-      minima: as scales; None for zeros.
-    """
-
-    codes: Int[np.ndarray, "*rows length"]
-    scales: Float[np.ndarray, "*rows groups"]
-    minima: Float[np.ndarray, "*rows groups"] | None
+    codes: Int[np.ndarray, "*rows length"]  # [*rows, length]; signed unless there are minima
+    scales: Float[np.ndarray, "*rows groups"]  # [*rows, length / group]
+    minima: Float[np.ndarray, "*rows groups"] | None  # as scales; None for zeros
 
 
 @final
 @dataclass(frozen=True)
 class BlockType:
-    """How a ggml type stores numbers.
+    """The storage of numbers in a ggml type."""
 
-    Attributes:
-      bits: that a code needs here: 4 or 8.
-      group: numbers that share a scale.
-      has_minima: whether they share a minimum too.
-      has_halves: whether scales and minima are float16 numbers; else they need float32.
-    """
-
-    bits: int
-    group: int
-    has_minima: bool
-    has_halves: bool
+    bits: int  # bits of a code in memory: 4 or 8
+    group: int  # numbers that share a scale
+    has_minima: bool  # whether they share a minimum too
+    has_halves: bool  # whether scales and minima are float16 numbers; else they need float32
     decode: Callable[[Rows], Blocks]
 
 
@@ -123,9 +110,7 @@ class CommonForm:
     """A form that holds the numbers of several block types exactly, for tensors that are fused.
 
     Types of 4 bits with and without minima have float32 scales together: the minima of the latter
-    are -8 scales, which may be more than float16 holds.
-
-    Attributes: see `BlockType`.
+    are -8 scales, which may be more than float16 holds. For attributes see `BlockType`.
     """
 
     bits: int
@@ -146,8 +131,7 @@ class CommonForm:
     def part(self, name: Part, kind: BlockType, rows: Rows, unit: int = 1) -> np.ndarray:
         """Return codes (uint8), scales or minima (float32) of a `PackedMatrix` of this form.
 
-        Args:
-          unit: numbers for which one scale or minimum is returned; it divides the groups.
+        One scale or minimum is returned for each `unit` numbers; it divides the groups.
         """
         blocks = kind.decode(rows)
         is_shifted = self.bits == 4 and not kind.has_minima  # from -8 .. 7 to 0 .. 15
@@ -172,7 +156,7 @@ def _nibbles(packed: UInt8[np.ndarray, "*blocks n"]) -> UInt8[np.ndarray, "*bloc
 
 
 def _joined(x: np.ndarray, axes: int = 1) -> np.ndarray:
-    """Return `x` with its blocks, and the `axes` axes after them, in one axis."""
+    """Return `x` with its blocks, and the next `axes` axes, in one axis."""
     return x.reshape(*x.shape[: -axes - 1], -1)
 
 
@@ -373,7 +357,7 @@ class GGUFFile:
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str]:
-        # The vocabulary is large enough for a loop of its own.
+        # The vocabulary is so large that it has its own loop.
         unpack, data, position = struct.Struct("<Q").unpack_from, self._map, self._position
         strings = []
         for _ in range(count):
@@ -447,7 +431,6 @@ class GGUFSource:
         return {name: info.shape for name, info in self._tensors.items()}
 
     def dtypes(self) -> Mapping[str, str]:
-        """Return the ggml type of every tensor, such as "Q4_K"."""
         return {name: info.type_name for name, info in self._tensors.items()}
 
     def type_name(self, name: str) -> str:
@@ -457,7 +440,7 @@ class GGUFSource:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a tensor, or its part at `index` (unit steps); dequantises only its rows.
 
-        Quantised tensors come as float32, the others in their stored dtype.
+        Quantised tensors are float32, others have their stored dtype.
 
         Raises:
           CheckpointError: no such tensor, or its blocks cannot be dequantised.
@@ -515,7 +498,7 @@ class GGUFSource:
         return tensors
 
     def _row_order(self, name: str) -> Int[np.ndarray, " rows"] | None:
-        """Return the stored row for each row in Hugging Face order; None where the orders agree."""
+        """Return the stored row for each row in Hugging Face order; None if the orders agree."""
         if self.file.metadata["general.architecture"] != "llama":
             return None
         kind = re.search(r"self_attn\.([qk])_proj\.", name)
@@ -534,7 +517,6 @@ class GGUFSource:
     def _dequantised(
         self, info: TensorInfo, rows: UInt8[np.ndarray, "*rows row_bytes"]
     ) -> Shaped[np.ndarray, "*rows row_length"]:
-        """Return the values of `rows`."""
         if info.ggml_type in PLAIN_TYPES:
             return np.ascontiguousarray(rows).view(_PLAIN_DTYPES[info.type_name])
         try:
@@ -628,8 +610,8 @@ class GGUFSource:
                 f"{self.where} rotates {rotated} of {config['head_dim']} dimensions a head; "
                 "partial rotation is not supported"
             )
-        # As llama.cpp: a factor without a type is linear, and attn_factor counts in every case, on
-        # top of what yarn has. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
+        # As llama.cpp: a factor without a type is linear, and attn_factor is always applied, in
+        # addition to yarn's own. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
         # other architectures only.
         rope: dict[str, Any] = {
             "rope_theta": value("rope.freq_base", 10000.0),

@@ -1,8 +1,7 @@
 """Names of the Hugging Face Hub: `org/name`, `org/name@revision`, `org/name:Q4_K_M`.
 
 Files go to the Hub's own cache, which other libraries share (`HF_HOME`); `HF_TOKEN`,
-`HF_HUB_OFFLINE` and `HF_ENDPOINT` have their usual meaning. A start without a network uses what the
-cache has.
+`HF_HUB_OFFLINE` and `HF_ENDPOINT` have their usual meaning. Without a network, the cache serves.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tqdm.asyncio import tqdm_asyncio
 
 from jaxserve.core.errors import DownloadError, UnknownModelError
 
-# What a folder may need. Other forms of the same weights, and subfolders, are left out.
+# Files that a folder may need. Other forms of the same weights, and subfolders, are left out.
 _FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -39,7 +38,7 @@ _FOLDER_FILES = (
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^:@\s]+))?(?::(?P<file>[^:\s]+))?"
 )
-# Bars appear for what takes longer than this.
+# Downloads that take longer than this show a bar.
 _BAR_AFTER_S = 2.0
 
 
@@ -49,18 +48,16 @@ class HubModel:
     """A repository of the Hub, or one GGUF file of it.
 
     Attributes:
-      repo: such as "Qwen/Qwen3-0.6B".
-      revision: a branch, tag or commit; None for the default branch.
       file: a GGUF file's name, or the end of it, such as "Q4_K_M"; None for a model folder.
     """
 
-    repo: str
-    revision: str | None = None
+    repo: str  # such as "Qwen/Qwen3-0.6B"
+    revision: str | None = None  # a branch, tag or commit; None for the default branch
     file: str | None = None
 
     @classmethod
     def of(cls, name: str) -> HubModel | None:
-        """Return what a name stands for; None if it has not the form of the Hub's names."""
+        """Return the model of a name; None if it does not have the form of the Hub's names."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(**found.groupdict())
 
@@ -81,15 +78,15 @@ class HubModel:
         return self.repo + revision + (f":{self.file}" if self.file else "")
 
     def fetch(self, *, weights: bool = True, progress: bool = True) -> Path:
-        """Return the folder or GGUF file in the Hub's cache; download what is missing first.
+        """Return the folder or GGUF file in the Hub's cache; download missing files first.
 
-        An interrupted download is resumed. Where the Hub cannot be reached, the cache serves.
-        Without `weights`, a folder has the other files only.
+        An interrupted download is resumed. If the Hub cannot be reached, the cache serves.
+        Without `weights`, a folder has only the other files.
 
         Raises:
           UnknownModelError: there is no such repository, revision or file, or it is private or
             gated.
-          DownloadError: a file is neither in the cache nor to be had.
+          DownloadError: a file is neither in the cache nor available.
         """
         patterns = [p for p in self._patterns if weights or not p.endswith(".safetensors")]
         folder = self._downloaded(patterns, progress)
@@ -181,7 +178,6 @@ class _LateBar(tqdm_asyncio):
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Write the bar, once it is old enough."""
         if time.monotonic() - self._begin_s > _BAR_AFTER_S:
             super().display(msg, pos)
 

@@ -1,7 +1,7 @@
 """Memory in huge pages for weights on a CPU.
 
-A step reads every weight from memory. In pages of 4 KiB the translation of addresses takes a part
-of that time, and the processor's prefetcher stops at the end of each page.
+A step reads every weight from memory. With pages of 4 KiB, address translation takes a part of
+that time, and the processor's prefetcher stops at the end of each page.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 from jaxserve.core.host import available_host_bytes
 
 _PAGE = 2 << 20
-# Arrays share mappings of this size, which are given back when all of a mapping's arrays are gone.
+# Arrays share mappings of this size, which are freed when all of a mapping's arrays are gone.
 _MAPPING = 32 * _PAGE
 _SMALL = 1 << 18  # bytes; smaller arrays stay where they are
 _ALIGNMENT = 64  # of arrays that JAX uses without a copy
-# Seconds until what `read` returned is moved to huge pages: the start has ended by then.
+# Seconds until the memory from `read` is moved to huge pages: the start has ended by then.
 _MOVED_AFTER_S = 4.0
-# Moving gives way to the threads that serve: it takes seconds of a core's time.
+# Moving yields to the threads that serve: it takes seconds of a core's time.
 _NICENESS = 5
 _MADV_COLLAPSE = 25  # of Linux 6.1 and newer; Python has no name for it
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -40,8 +40,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 class HugePages:
     """An allocator of consecutive arrays in huge pages.
 
-    Args:
-      later: memory is in small pages until `move`: new huge pages may take a second to get.
+    With `later`, memory is in small pages until `move`: new huge pages may take a second to get.
     """
 
     def __init__(self, *, later: bool = False) -> None:
@@ -59,7 +58,7 @@ class HugePages:
         return own.view(dtype).reshape(shape)
 
     def copied(self, array: jax.Array) -> jax.Array:
-        """Return a copy in huge pages of an array on one CPU, and any other array itself."""
+        """Return a copy in huge pages of an array on one CPU, and any other array unchanged."""
         devices = array.devices()
         if len(devices) != 1 or next(iter(devices)).platform != "cpu" or not is_useful(array):
             return array
@@ -68,7 +67,7 @@ class HugePages:
         return jax.device_put(own, array.sharding)
 
     def move(self) -> None:
-        """Move memory that is still used to huge pages, in place; it may be read meanwhile.
+        """Move memory in use to huge pages, in place; it may be read meanwhile.
 
         Before Linux 6.1 the kernel does it on its own, in minutes.
         """
@@ -110,10 +109,9 @@ def are_available() -> bool:
 def read(files: Sequence[np.memmap]) -> list[np.ndarray]:
     """Return the contents of mapped files in memory, and small files as they are mapped.
 
-    If they would take more than half of the memory that is free, all stay mapped.
-
-    Some seconds later, a thread moves that memory to huge pages. The maps are not touched, so that
-    their pages do not count as this process's memory.
+    If they would take more than half of the free memory, all stay mapped. Some seconds later, a
+    thread moves that memory to huge pages. The maps are not touched, so that their pages do not
+    count as this process's memory.
     """
     useful = [file for file in files if is_useful(file)]
     if not useful or sum(file.nbytes for file in useful) > available_host_bytes() // 2:

@@ -1,9 +1,9 @@
 """Chat templates, rendered by Jinja in a sandbox.
 
-They see what `transformers.utils.chat_template_utils` shows them, so that texts are the same.
-That module is not used since importing it takes longer than everything else that a short answer
-needs; `tests/models/test_chat_template.py` compares the two. Templates are code of others: they get
-plain data only, and no attribute with an underscore.
+They get the same variables as from `transformers.utils.chat_template_utils`, so that texts are the
+same. That module is not used because importing it takes longer than everything else that a short
+answer needs; `tests/models/test_chat_template.py` compares the two. Templates are untrusted code:
+they get plain data only, and no attribute with an underscore.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Names under which writers of messages put a model's thoughts; templates read either.
+# Keys under which clients send a model's reasoning; templates read one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render(
-    source: str,
+    source: str,  # the template
     messages: Any,
-    special_tokens: Mapping[str, str],
+    special_tokens: Mapping[str, str],  # names that the template may use, and their texts
     *,
     tools: Any = None,
     add_generation_prompt: bool,
@@ -37,14 +37,12 @@ def render(
     """Return the text of a chat.
 
     Args:
-      source: the template.
-      messages: mappings with a `role` and a `content`, of plain data. What is None in one is left
-        out, as in transformers.
-      special_tokens: names that the template may use, and their texts.
+      messages: mappings with a `role` and a `content`, of plain data. Keys whose value is None are
+        omitted, as in transformers.
       tools: schemas of functions that the model may call, of plain data; None without any.
 
     Raises:
-      TypeError: a message is not a mapping, or holds something else than plain data.
+      TypeError: a message is not a mapping, or does not hold plain data.
       jinja2.TemplateError: the template is damaged, or refuses the messages.
     """
     plain = _plain(messages)
@@ -83,7 +81,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as it is; Jinja's own filter escapes HTML."""
+    """Return JSON unescaped; Jinja's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -99,7 +97,7 @@ def _raise(message: str) -> NoReturn:
 
 @final
 class _Generation(Extension):
-    """The block {% generation %}, which marks an answer for training; here it is its contents."""
+    """The block {% generation %}, which marks an answer for training; here it is transparent."""
 
     tags = {"generation"}
 
@@ -157,10 +155,10 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of plain types only: templates could call methods of others.
+    """Return a copy of plain types only: templates could call methods of other types.
 
     Raises:
-      TypeError: it holds something else.
+      TypeError: it holds a value of another type.
     """
     if isinstance(value, np.generic):
         value = value.item()

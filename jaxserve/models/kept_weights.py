@@ -35,7 +35,7 @@ Read = Callable[[WeightSource, np.dtype, tuple[int, ...]], jax.Array]
 
 @final
 class KeptBlocks:
-    """Makes weights of the blocks of a GGUF file.
+    """Makes weights from the blocks of a GGUF file.
 
     A weight that is fused from tensors of several types has the form that holds all of them.
     Tensors of types that are not kept are dequantised, which is logged.
@@ -90,7 +90,7 @@ class KeptBlocks:
 
 @final
 class KeptMatrices:
-    """Makes weights of a folder's codes, scales and zero points.
+    """Makes weights from a folder's codes, scales and zero points.
 
     Tensors that are fused to one weight must have the same bits, groups and order of inputs;
     otherwise they are dequantised, which is logged.
@@ -105,8 +105,7 @@ class KeptMatrices:
     ) -> QuantisedWeight | None:
         """Return the weight that these tensors fill; None if it cannot keep their codes.
 
-        Args:
-          names: those of the first stacked matrix first, and so on.
+        `names` has those of the first stacked matrix first, and so on.
 
         Raises:
           CheckpointError: the groups of inputs are not of one size.
@@ -184,7 +183,7 @@ def _common_order(
 
 @final
 class _Scaling:
-    """How the scales and zero points of some matrices are stored together, exactly.
+    """The common storage of some matrices' scales and zero points, exactly.
 
     Scales are float16 numbers times a power of two for each output if that holds them, and float32
     otherwise. With one scale for each output (`is_channel`) there are no scales of groups.
@@ -260,16 +259,11 @@ class _PartSource:
 @final
 @dataclass(frozen=True)
 class _Packing:
-    """The static arguments of `_packed`.
-
-    Attributes:
-      group: numbers that share a scale in the packed matrix.
-      every: distance of the values of a part, along the in axes, of which each belongs to a group.
-    """
+    """The static arguments of `_packed`."""
 
     bits: int
-    group: int
-    every: int
+    group: int  # numbers that share a scale in the packed matrix
+    every: int  # distance between the values of a part along the in axes; each belongs to a group
     scale_dtype: str
     is_float: bool
 
@@ -279,24 +273,20 @@ def _weight(
     axes: WeightAxes,
     read: Read,
     part_source: Callable[[Part, int], WeightSource],
-    parts: Mapping[Part, np.dtype],
+    parts: Mapping[Part, np.dtype],  # the dtype of each part
     *,
-    stored_group: int,
+    stored_group: int,  # numbers that share a scale in the checkpoint
     bits: int,
-    group: int,
+    group: int,  # numbers that share a scale in the weight
     scale_dtype: str,
     is_float: bool = False,
     rounds_activations: Rounding | None,
-    order: Int32[np.ndarray, "*stacked in"] | None = None,
+    order: Int32[np.ndarray, "*stacked in"] | None = None,  # see `QuantisedWeight`
 ) -> QuantisedWeight:
     """Read the parts of a weight and return it.
 
     Args:
-      part_source: returns the source of a part in which a value stands for `unit` numbers.
-      parts: the dtype of each part.
-      stored_group: numbers that share a scale in the checkpoint.
-      group: numbers that share a scale in the weight.
-      order: see `QuantisedWeight`.
+      part_source: returns the source of a part with one value for `unit` numbers.
     """
     shape = dense.get_value().shape
     _, summed, out = axes.split(shape)

@@ -1,6 +1,6 @@
-"""The layers that families are made of: MLPs, and the block that puts a layer together.
+"""The layers that families consist of: MLPs, and the block that combines a layer's parts.
 
-Parameters are stored [in, out], fused where they are used together.
+Parameters are stored [in, out], fused if they are used together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shap
 
 
 def activation_of(given: Mapping[str, Any], field: str) -> str:
-    """Return the name of the activation that a config.json has in `field`.
+    """Return the name of the activation in a config.json's `field`.
 
     Raises:
       UnsupportedModelError: the activation is not one of `ACTIVATIONS`.
@@ -67,10 +67,9 @@ class MLP(Protocol):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """Return what the MLP adds to the residual stream, and with `residual` their sum.
+        """Return the MLP's addition to the residual stream, or with `residual` their sum.
 
-        Args:
-          norm: what `x` still has to go through.
+        `norm` is applied to `x` first.
         """
         ...
 
@@ -81,7 +80,7 @@ class GatedMLP(SumsRows):
 
     gate_up   [embed, 2, mlp]
     down      [mlp, embed]
-    bgate_up, bdown            where the config has biases
+    bgate_up, bdown            if the config has biases
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
@@ -114,7 +113,7 @@ class TwoLayerMLP(SumsRows):
 
     up     [embed, mlp]
     down   [mlp, embed]
-    bup, bdown            where the config has biases
+    bup, bdown            if the config has biases
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
@@ -153,7 +152,7 @@ def _down(
     context: LayerContext,
     residual: Float[Array, "tokens embed"] | None,
 ) -> Float[Array, "tokens embed"]:
-    """Return the last product of an MLP, with the residual stream if it is given."""
+    """Return the last product of an MLP, plus the residual stream if it is given."""
     x = x if mlp.down_dtype is None else x.astype(mlp.down_dtype)
     linear = Linear(mlp.down, mlp.bdown, row_kernels=mlp.row_kernels)
     return projected(linear, x, context.adapter, residual=residual)
@@ -162,7 +161,7 @@ def _down(
 class Block(nnx.Module):
     """One layer: attention, then an MLP, each over a norm of the residual stream.
 
-    Families set the two classes, and override `__call__` where a layer is put together otherwise.
+    Families set the two classes, and override `__call__` if a layer has another structure.
     With a `ParamMaker` that stacks layers, a block holds the parameters of all layers, and a scan
     passes in those of one.
     """

@@ -1,8 +1,8 @@
-"""Products with weights: every one goes through a `Linear`, and the kernels that compute them.
+"""Products with weights, all of them through a `Linear`, and the kernels that compute them.
 
-A layer owns its weights, and makes a `Linear` of one where it multiplies. What it owns is an
-`nnx.Param`, which is a dense weight, or a module in its place that represents the weight otherwise:
-`quantised.QuantisedWeight` or `adapters.AdaptedWeight`. `replace_weights` puts such modules there.
+A layer owns its weights, and makes a `Linear` of one to multiply. It owns an `nnx.Param`, which is
+a dense weight, or a module with another representation: `quantised.QuantisedWeight` or
+`adapters.AdaptedWeight`. `replace_weights` puts such modules there.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import grouped_matmul, matmul
 
-# Implementations of `pallas_kernels` with that promise; the second runs on any platform, for tests.
+# Implementations of `pallas_kernels` that give a row the same bits in any batch; the second runs on
+# any platform, for tests.
 RowKernels = Literal["triton", "triton_interpreted"]
 
 
 class SumsRows(nnx.Module):
-    """A part of a model whose products or norms can be computed by row kernels.
+    """A part of a model whose products or norms can be computed by row kernels."""
 
-    Attributes:
-      row_kernels: the kernels; None for the platform's choice.
-    """
-
-    row_kernels: RowKernels | None = None
+    row_kernels: RowKernels | None = None  # the kernels; None for the platform's choice
 
     def use_row_kernels(self, kernels: RowKernels) -> None:
-        """Compute the products and norms of this part by these kernels."""
         self.row_kernels = kernels
 
 
@@ -46,9 +42,9 @@ def use_row_kernels(model: nnx.Module, kernels: RowKernels) -> None:
 
 
 def without_row_kernels(model: nnx.Module) -> list[str]:
-    """Return the names of the classes of a model's parts that row kernels do not serve.
+    """Return the class names of parts with own parameters that are not `SumsRows`.
 
-    These are parts with parameters of their own that are not `SumsRows`.
+    Row kernels do not serve these parts of a model.
     """
     return sorted(
         {
@@ -66,23 +62,19 @@ _Item = TypeVar("_Item")
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightAxes:
-    """Which axes of a weight a product sums over; static, in the metadata of the parameter.
+    """The axes of a weight that a product sums over; static, in the metadata of the parameter.
 
-    A weight is [*stacked, *in, *out], or [*stacked, *out, *in] where it is transposed.
-
-    Attributes:
-      num_stacked: leading axes that choose a matrix: layers, experts.
-      num_in: axes that the product sums over.
+    A weight is [*stacked, *in, *out], or [*stacked, *out, *in] if it is transposed.
     """
 
-    num_stacked: int = 0
-    num_in: int = 1
+    num_stacked: int = 0  # leading axes that choose a matrix: layers, experts
+    num_in: int = 1  # axes that the product sums over
     transposed: bool = False
 
     def split(
         self, items: Sequence[_Item]
     ) -> tuple[tuple[_Item, ...], tuple[_Item, ...], tuple[_Item, ...]]:
-        """Return the stacked, the in and the out ones of `items`, one for each axis."""
+        """Split `items`, one for each axis, into the stacked, the in and the out ones."""
         stacked, rest = tuple(items[: self.num_stacked]), tuple(items[self.num_stacked :])
         if self.transposed:
             border = len(rest) - self.num_in
@@ -93,7 +85,7 @@ class WeightAxes:
 class Representation(Protocol):
     """A representation of a weight of one layer: dense, quantised, or with adapters.
 
-    `adapter` is the adapter of each token, -1 for none; None where no token has one.
+    `adapter` is the adapter of each token, -1 for none; None if no token has one.
     Representations without adapters ignore it.
     """
 
@@ -134,14 +126,10 @@ class Representation(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class DenseWeight:
-    """A weight in the dtype of the activations.
-
-    Attributes:
-      row_kernels: see `Linear`.
-    """
+    """A weight in the dtype of the activations."""
 
     array: Float[Array, ...]
-    row_kernels: RowKernels | None = None
+    row_kernels: RowKernels | None = None  # see `Linear`
 
     def product(
         self,
@@ -151,7 +139,7 @@ class DenseWeight:
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`. On the CPU by the kernel of `pallas_kernels.matmul`.
+        """Compute the product, on the CPU by the kernel of `pallas_kernels.matmul`.
 
         Raises:
           NotImplementedError: the row kernels do not serve it.
@@ -174,7 +162,7 @@ class DenseWeight:
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`. On the CPU by the kernel of `pallas_kernels.grouped_matmul`."""
+        """Compute the product, on the CPU by the kernel of `pallas_kernels.grouped_matmul`."""
         matrices, width, *out = self.array.shape
         flat = grouped_matmul(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)
@@ -189,7 +177,7 @@ class DenseWeight:
 
 
 def representation_of(owned: nnx.Variable | Representation) -> Representation:
-    """Return what a layer owns as a representation: a parameter is a dense one."""
+    """Return a layer's weight as a representation: a parameter is a dense one."""
     return DenseWeight(owned[...]) if isinstance(owned, nnx.Variable) else owned
 
 
@@ -201,12 +189,11 @@ class Linear:
 
     Attributes:
       weight: [*in, *out], [out, in] if `transposed`, or [matrices, in, *out] to multiply by groups.
-      bias: [*out].
       row_kernels: of the product with a dense weight; None for the platform's choice.
     """
 
     weight: Any  # nnx.Param or Representation
-    bias: nnx.Param | None = None
+    bias: nnx.Param | None = None  # [*out]
     transposed: bool = field(default=False, metadata=dict(static=True))
     row_kernels: RowKernels | None = field(default=None, metadata=dict(static=True))
 
@@ -242,14 +229,13 @@ class Linear:
         adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
-        """Return rows of the transposed weight; see `Representation.rows`."""
         return representation_of(self.weight).rows(index, adapter, dtype)
 
 
 def replace_weights(
     model: nnx.Module, change: Callable[[nnx.Param, WeightAxes], nnx.Module]
 ) -> None:
-    """Put `change(weight, axes)` in the place of every dense weight of a model.
+    """Replace every dense weight of a model by `change(weight, axes)`.
 
     Works on the model itself, and also under `nnx.eval_shape`. Dense weights inside other
     representations are replaced too: the base of an adapted weight becomes a quantised one.
@@ -260,10 +246,9 @@ def replace_weights(
 def replace_weights_at(
     model: nnx.Module, change: Callable[[tuple[Any, ...], nnx.Param, WeightAxes], Any]
 ) -> None:
-    """Put `change(path, weight, axes)` in the place of every dense weight; see `replace_weights`.
+    """Replace every dense weight by `change(path, weight, axes)`; see `replace_weights`.
 
-    Args:
-      change: may also return the weight itself. `path` is that in `nnx.to_flat_state`.
+    `change` may also return the weight itself. `path` is that in `nnx.to_flat_state`.
     """
     for path, module in list(nnx.iter_modules(model)):
         for name, value in list(vars(module).items()):

@@ -1,6 +1,6 @@
-"""From checkpoint tensors to the parameters of a decoder, shard by shard.
+"""Loads checkpoint tensors into the parameters of a decoder, shard by shard.
 
-Tensor names may have what wrappers add, be those of a bare model, or lack a tied head.
+Tensor names may have the additions of wrappers, be those of a bare model, or lack a tied head.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _COMPARED = 1 << 22
 
 
 def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource:
-    """Return the source with its tensors under the names that the family has for them.
+    """Return the source with its tensors under the family's own names for them.
 
     Wrappers' parts of names are dropped: those of `torch.compile`, FSDP and checkpointing anywhere,
-    those of DDP, PEFT and models of images and text where all names begin with them. Tensors for
+    those of DDP, PEFT and models of images and text if all names begin with them. Tensors for
     images are left out. A bare model gets its family's prefix, and a head alone is the embedding
-    where both are tied.
+    if both are tied.
     """
     prefix = family_of(config).prefix
     names = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
@@ -83,9 +83,9 @@ def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
 
 
 def fitted(config: DecoderConfig, source: WeightSource) -> DecoderConfig:
-    """Return the configuration of these tensors, under their own names, where config.json differs.
+    """Return the configuration corrected by these tensors, under their own names.
 
-    A head of its own counts where it is not the embedding, whatever `tie_word_embeddings` says, as
+    A separate head counts if it differs from the embedding, regardless of `tie_word_embeddings`, as
     in transformers 5.
     """
     config = config.fitted_to(source.shapes().keys())
@@ -117,13 +117,12 @@ def _renamed(source: WeightSource, names: Mapping[str, str]) -> WeightSource:
 
 
 def tied_names(config: DecoderConfig) -> tuple[str, str]:
-    """Return the names of the embedding and of the head."""
     weights = family_of(config).weights(config)
     return weights["embedding"].tensors[0].name, weights["lm_head"].tensors[0].name
 
 
 def _are_equal(source: WeightSource, one: str, other: str) -> bool:
-    """Return whether two tensors, where both are there, have the same numbers."""
+    """Return whether two tensors have the same numbers, if both exist."""
     shapes = source.shapes()
     if one not in shapes or other not in shapes:
         return True
@@ -137,11 +136,7 @@ def _are_equal(source: WeightSource, one: str, other: str) -> bool:
 
 @final
 class _Renamed:
-    """A `WeightSource` under other names.
-
-    Args:
-      names: the source's own name of each tensor.
-    """
+    """A `WeightSource` under other names; `names` has the source's own name of each tensor."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]):
         self.where = source.where
@@ -162,7 +157,7 @@ class _Renamed:
 
 Progress = Callable[[int, int], None]
 Path = tuple[Any, ...]
-# What takes the place of a dense weight: a module, or the weight itself.
+# Returns the replacement of a dense weight: a module, or the weight itself.
 WeightChange = Callable[[nnx.Param, WeightAxes], Any]
 # Makes a weight from its path, its dense form, the names of its tensors, and a function that reads
 # it from a source in a dtype, or in another shape; see `kept_weights.KeptBlocks.weight`.
@@ -170,14 +165,14 @@ KeepWeight = Callable[[Path, nnx.Variable, WeightAxes, list[str], Callable[..., 
 
 
 def load_params(
-    abstract_state: nnx.State,
+    abstract_state: nnx.State,  # shapes and dtypes, from `abstract_model`
     config: DecoderConfig,
-    source: WeightSource,
+    source: WeightSource,  # tensors under Hugging Face names
     shardings: nnx.State | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # called with (parameters done, parameters in all)
     change: WeightChange | None = None,
     keep: KeepWeight | None = None,
-    spare: Collection[str] = (),
+    spare: Collection[str] = (),  # tensors that the checkpoint may have and the model does not need
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
@@ -185,14 +180,10 @@ def load_params(
     huge pages if the system has them.
 
     Args:
-      abstract_state: shapes and dtypes, from `abstract_model`.
-      source: tensors under Hugging Face names.
       shardings: from `sharding.state_shardings`; None for the default device.
-      progress: called with (parameters done, parameters in all).
       change: applied to each dense weight after it is read, before the next is; by default none.
-      keep: makes a weight of the form that the checkpoint has; None where it cannot. By default
-        all are read as dense ones.
-      spare: tensors that the checkpoint may have and the model does not need.
+      keep: makes a weight in the checkpoint's own form; None if it cannot. By default all are read
+        as dense ones.
 
     Raises:
       CheckpointError: every missing, surplus and misshapen tensor together, before data is read;
@@ -236,10 +227,8 @@ def random_params(
 ) -> nnx.State:
     """Return random parameters, normal with 1 / sqrt(fan-in), made on the device.
 
-    Every matrix is drawn in the configuration's dtype, so bfloat16 never has a float32 copy.
-
-    Args:
-      change: see `load_params`; here all weights are drawn first.
+    Every matrix is drawn in the configuration's dtype, so bfloat16 never has a float32 copy. For
+    `change` see `load_params`; here all weights are drawn first.
     """
     # Not under one jit: drawing array by array compiles once a shape, not once a parameter.
     decoder = family_of(config).decoder
@@ -258,9 +247,7 @@ def abstract_model(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return the graph definition, to `nnx.merge` with parameters, and abstract parameters.
 
-    Args:
-      part: None for the whole model.
-      change: see `load_params`.
+    `part` is None for the whole model. For `change` see `load_params`.
     """
     decoder = family_of(config).decoder
 
@@ -276,7 +263,7 @@ def abstract_model(
 def _changed(
     path: Path, dense: nnx.Variable, change: WeightChange | None
 ) -> list[tuple[Path, nnx.Variable]]:
-    """Return the parameters that take the place of one, with their paths."""
+    """Return the parameters that replace one parameter, with their paths."""
     axes = dense.get_metadata().get("weight_axes")
     if change is None or axes is None:
         return [(path, dense)]
@@ -326,9 +313,8 @@ class _Parameter:
     ) -> jax.Array:
         """Return the array; each shard is read on its own, and equal shards once.
 
-        Args:
-          shape: that of the parameter in this source; by default its own. A mesh that does not
-            divide it has a whole array on each device.
+        `shape` is that of the parameter in this source; by default its own. If the mesh does not
+        divide it, each device has the whole array.
         """
         size = self.shape if shape is None else shape
         if size != self.shape:
@@ -358,7 +344,7 @@ class _Parameter:
 
 
 def _dividing(place: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-    """Return the sharding, or that of a whole array on each device if it does not divide."""
+    """Return the sharding, or one of a whole array on each device if it does not divide."""
     try:
         place.shard_shape(shape)
     except ValueError:
@@ -403,7 +389,7 @@ def _remedy(
     found: Mapping[str, tuple[int, ...]],
     config: DecoderConfig,
 ) -> str:
-    """Return what to do about tensors that are not those of the configuration."""
+    """Return the remedy for tensors that do not match the configuration."""
     missing = wanted.keys() - found
     if any(".lora_A." in name for name in found):
         return "an adapter is not merged into these weights; merge it with PEFT's merge_and_unload"

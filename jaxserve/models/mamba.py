@@ -35,19 +35,16 @@ class Mamba2Sizes:
     """The sizes of a Mamba-2 layer; see `Recurrence`.
 
     Attributes:
-      num_heads, head_dim: of the memory; together the width of what the layer computes in.
-      state_size: columns of a head's memory.
-      num_groups: heads of a group share B and C, and the norm of the outputs is over a group.
-      kernel_size: inputs that the convolution sees.
+      num_heads, head_dim: of the memory; their product is the layer's inner width.
       has_bias, has_conv_bias: whether the projections, and the convolution, have biases.
       min_step, max_step: bounds of the step.
     """
 
     num_heads: int
     head_dim: int
-    state_size: int
-    num_groups: int
-    kernel_size: int
+    state_size: int  # columns of a head's memory
+    num_groups: int  # heads of a group share B and C, and the norm of the outputs is over a group
+    kernel_size: int  # inputs that the convolution sees
     has_bias: bool = False
     has_conv_bias: bool = True
     min_step: float = 0.0
@@ -77,7 +74,7 @@ class Mamba2Sizes:
     def arrays(
         self, dtype: jax.typing.DTypeLike
     ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
-        """See `Recurrence`. The memory is a long sum, so it is in float32."""
+        """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
             "window": ((self.kernel_size - 1, self.channels), dtype),
             "memory": ((self.num_heads, self.head_dim, self.state_size), jnp.float32),
@@ -86,14 +83,14 @@ class Mamba2Sizes:
 
 @final
 class Mamba2Mixer(nnx.Module):
-    """The part of a layer that mixes tokens, in the place of attention.
+    """The part of a layer that mixes tokens, instead of attention.
 
     project      [embed, inner + channels + heads]   gate; x, B and C; step
     convolution  [kernel, 1, channels]
     out          [inner, embed]
     scale        [inner]    of the gated norm
     a_log, skip, step_bias  [heads], float32
-    bproject, bconvolution, bout                     where the sizes say so
+    bproject, bconvolution, bout                     if the sizes have biases
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
@@ -117,7 +114,7 @@ class Mamba2Mixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
-        """Return what the mixer adds to the residual, for `x` after the norm."""
+        """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes = self.sizes
         projected = Linear(self.project, self.bproject)(x, context.adapter)
         gate, inputs, step = jnp.split(
@@ -185,8 +182,8 @@ class Mamba2Mixer(nnx.Module):
     ) -> tuple[Float32[Array, "tokens inner"], Float32[Array, "heads head_dim state"]]:
         """Return outputs and memory after tokens of one sequence; a step of 0 changes nothing.
 
-        A token reads the memory as it was before all of them, and what each of them up to itself
-        has added, both decayed since then.
+        A token reads the memory before all of them, and the additions of each token up to itself,
+        both decayed since then.
         """
         num_tokens = x.shape[0]
         grouped = step.shape[1:]
@@ -207,7 +204,7 @@ class Mamba2Mixer(nnx.Module):
 
 
 def mixer_weights(path: str, name: str) -> dict[str, Weight]:
-    """Return the weights of a `Mamba2Mixer` under the names that transformers gives them."""
+    """Return the weights of a `Mamba2Mixer` under transformers' names."""
     return {
         f"{path}project": Weight.of(name + "in_proj.weight", "e w", "w e"),
         f"{path}bproject": Weight.of(name + "in_proj.bias", "w"),

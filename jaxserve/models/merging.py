@@ -27,7 +27,7 @@ def merge_adapter(
     A LoRA changes W [out, in] to V = W + scale * B @ A, and a DoRA (arXiv:2402.09353, section 4) to
     m * V / |V|, where |V| is the norm of each row. It is computed in float32, on the host, weight
     by weight. The result has the dtypes and the places of the model's parameters, and shares those
-    that the adapter does not change. The model stays as it is.
+    that the adapter does not change. The model is unchanged.
 
     Args:
       model: with dense weights.
@@ -89,8 +89,8 @@ def _magnitudes(
     is left out.
 
     Raises:
-      InvalidParamsError: a module has matrices and no magnitudes, the other way round, or one
-        magnitude too many or too few.
+      InvalidParamsError: a module has matrices without magnitudes, or magnitudes without matrices,
+        or a wrong number of magnitudes.
     """
     found = adapter.magnitudes
     if not found:
@@ -115,7 +115,7 @@ def _magnitudes(
             f"the DoRA of {adapter.where} does not fit this model: {'; '.join(wrong[:5])}. Pass "
             "the adapter of this model"
         )
-    # They are laid out like B of rank 1.
+    # They have the layout of B with rank 1.
     layout = _layout(model, 1)
     kinds = []
     for kind in (lambda m: m, np.ones_like):
@@ -141,7 +141,7 @@ def _rescaled(
     magnitude: Float32[np.ndarray, ...],  # [*stacked, *out]
     has_one: Bool[np.ndarray, ...],  # [*stacked, *out]
 ) -> Float32[np.ndarray, ...]:
-    """Return the weight with these norms of its outputs, where they have one."""
+    """Return the weight with these norms of the outputs that have one."""
     summed = tuple(range(axes.num_stacked, axes.num_stacked + axes.num_in))
     norm = np.sqrt(np.square(weight).sum(summed))
     ratio = np.where(has_one, magnitude / norm, np.float32(1))

@@ -1,4 +1,4 @@
-"""How parameters are made: their values, their logical axes, and how products use them."""
+"""Creates parameters: their values, their logical axes, and their use in products."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ class ParamMaker:
     """Makes parameters with their logical axes as metadata, for `sharding.state_shardings`.
 
     Args:
-      rngs: for random weights; None makes zeros in their place.
-      layers: number of layers that are stacked along a first axis; None for one layer alone.
-      has_own_dtype: the dtype is not that of the model's configuration.
+      layers: number of layers that are stacked along a first axis; None for a single layer.
     """
 
     def __init__(
         self,
-        rngs: nnx.Rngs | None,
+        rngs: nnx.Rngs | None,  # for random weights; None makes zeros instead
         dtype: jax.typing.DTypeLike,
         layers: int | None = None,
         *,
-        has_own_dtype: bool = False,
+        has_own_dtype: bool = False,  # the dtype is not that of the model's configuration
     ):
         self._rngs = rngs
         self._dtype = dtype
@@ -39,7 +37,7 @@ class ParamMaker:
         self._metadata: dict[str, Any] = {"has_own_dtype": True} if has_own_dtype else {}
 
     def with_dtype(self, dtype: jax.typing.DTypeLike | None) -> ParamMaker:
-        """Return a maker of the same parameters in another dtype; itself where it is None."""
+        """Return a maker of the same parameters in another dtype; itself if it is None."""
         if dtype is None:
             return self
         return ParamMaker(self._rngs, dtype, self._layers, has_own_dtype=True)
@@ -64,14 +62,13 @@ class ParamMaker:
         num_in: int = 1,
         num_stacked: int = 0,
         transposed: bool = False,
-        stays_dense: bool = False,
+        stays_dense: bool = False,  # whether the weight is never quantised
     ) -> nnx.Param:
         """Return a dense weight for a `Linear`, normal with 1 / sqrt(fan-in).
 
         Args:
           num_in, num_stacked, transposed: as in `WeightAxes`, which the parameter has as the
-            metadata `weight_axes`; layers that this maker stacks come on top.
-          stays_dense: whether the weight is never quantised.
+            metadata `weight_axes`; layers that this maker stacks are added.
         """
         fan_in = math.prod(
             WeightAxes(num_in=num_in, num_stacked=num_stacked, transposed=transposed).split(shape)[

@@ -22,16 +22,11 @@ Path = tuple[Any, ...]
 @final
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of a model that one stage has.
-
-    Attributes:
-      graphdef: the static part, to `nnx.merge` with `params_of(whole)`.
-      shardings: the shardings of the part's parameters, in their structure.
-    """
+    """The part of a model that one stage has."""
 
     stage: Stage
-    graphdef: nnx.GraphDef
-    shardings: nnx.State
+    graphdef: nnx.GraphDef  # the static part, to `nnx.merge` with `params_of(whole)`
+    shardings: nnx.State  # the shardings of the part's parameters, in their structure
 
     def params_of(self, whole: nnx.State) -> nnx.State:
         """Return this part's share of a whole model's parameters, or of some of them.
@@ -74,8 +69,8 @@ def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> li
     """Return the parts of a model, one for each stage.
 
     Raises:
-      InvalidConfigError: the plan has another number of layers than the model, or the mesh of a
-        stage does not divide the stage's layers.
+      InvalidConfigError: plan and model have different numbers of layers, or the mesh of a stage
+        does not divide the stage's layers.
     """
     if plan.num_layers != config.num_layers:
         raise InvalidConfigError(
@@ -96,7 +91,7 @@ def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> li
 
 
 def planned_stages(mesh: Mesh | StagePlan | None, config: DecoderConfig) -> StagePlan | None:
-    """Return the stages that a user asked for; None for a model that stays whole.
+    """Return the stages of a user's mesh; None for a model that is not divided.
 
     Raises:
       InvalidConfigError: more stages than layers.

@@ -1,4 +1,4 @@
-"""A product of a layer with its norm before it, and its gate and the residual stream behind it.
+"""A layer's product with the norm before it, and the gate and the residual stream after it.
 
 On GPUs a step of few tokens computes them in one kernel (`pallas_kernels.fused_matmul`).
 """
@@ -21,7 +21,7 @@ from pallas_kernels import RMSScale, dispatch, fused_matmul, gated_silu
 from sharding import fitted_spec
 from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
 
-# Row kernels -> the same with what stands behind the product.
+# Row kernels -> the same kernels, fused with the operations after the product.
 _FUSED: Mapping[Any, Any] = MappingProxyType(
     {"triton": "triton_rows", "triton_interpreted": "triton_rows_interpreted"}
 )
@@ -38,7 +38,7 @@ def projected(
     gate: Gate | None = None,
     residual: Float[Array, " tokens *kept"] | None = None,
 ) -> Float[Array, " tokens *kept"]:
-    """Return gate(linear(norm(x))) + residual; all but the product may be missing."""
+    """Return gate(linear(norm(x))) + residual; all except the product are optional."""
     if linear.row_kernels is not None:
         return _by_rows(linear, normed(x, norm), gate, residual)
     is_fusable = (
@@ -99,10 +99,10 @@ def fused(
     is_gated: bool,
     residual: Float[Array, " tokens *kept"] | None,
 ) -> Float[Array, " tokens *kept"]:
-    """Return the product of a dense weight with its surroundings, on one device or on a mesh.
+    """Return the fused product of a dense weight, on one device or on a mesh.
 
-    Shards of a weight's columns have all of it in their kernel. What shards of its inputs give is
-    added up before the bias and the residual stream are.
+    Shards of a weight's columns fuse everything in their kernel. The results of shards of its
+    inputs are summed before the bias and the residual stream are added.
     """
     weight = linear.weight[...]
     bias = None if linear.bias is None else linear.bias[...]

@@ -1,4 +1,4 @@
-"""How the weights of a model are stored: in how many bits (`quantize`), and in which layout."""
+"""The storage of a model's weights: in how many bits (`quantize`), and in which layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PanelledWeight(nnx.Module):
     panels    float32 or bfloat16 [panels, in, 48]
 
     Axes that a product sums over are one, and so are those of its result. Products are computed in
-    float32 either way.
+    float32 for both dtypes.
     """
 
     def __init__(self, panels: Float[Array, "panels depth width"], out: tuple[int, ...]):
@@ -94,7 +94,7 @@ def _in_panels(
 
 
 _log = logging.getLogger(__name__)
-# "w8a8" is int8 whose activations are rounded on GPUs too.
+# "w8a8" is int8 with activations that are also rounded on GPUs.
 _FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "w8a8": INT8}
 # Formats that only store weights in another dtype, in panels.
 _PANELS = {"bf16": "bfloat16"}
@@ -106,20 +106,15 @@ class Quantisation:
     """The formats of a model's weights.
 
     Attributes:
-      name: of the formats, for the cache of converted models.
-      layers: of the weights of the layers; None leaves them as they are.
-      embeddings: of the embedding and of the head; None leaves them as they are.
-      keeps_blocks: whether weights stay in the form that the checkpoint has.
-      rounds_activations: see `WeightFormat`.
       panels: dtype of the panels in which dense weights in float32 are stored (`PanelledWeight`);
-        None leaves them as they are.
+        None leaves them unchanged.
     """
 
-    name: str
-    layers: WeightFormat | None
-    embeddings: WeightFormat | None
-    keeps_blocks: bool
-    rounds_activations: Rounding | None
+    name: str  # of the formats, for the cache of converted models
+    layers: WeightFormat | None  # of the weights of the layers; None leaves them unchanged
+    embeddings: WeightFormat | None  # of the embedding and of the head; None leaves them unchanged
+    keeps_blocks: bool  # whether weights stay in the checkpoint's form
+    rounds_activations: Rounding | None  # see `WeightFormat`
     panels: str | None = None
 
     @property
@@ -130,7 +125,7 @@ class Quantisation:
 
     @classmethod
     def of(cls, options: RuntimeOptions) -> Self | None:
-        """Return what the options say; None for dense weights."""
+        """Return the formats that the options select; None for dense weights."""
         if options.quantize is None:
             return None
         ends = options.quantize_embeddings or "int8"
@@ -158,7 +153,7 @@ class Quantisation:
 
     @classmethod
     def at_loading(cls, options: RuntimeOptions, mesh: Any) -> Self | None:
-        """Return how the weights of a checkpoint are stored that only this runtime will use.
+        """Return the storage of a checkpoint's weights that only this runtime will use.
 
         On a single CPU, dense weights get the layout of its kernel. It is a copy, so that weights
         that are shared with a trainer keep theirs.
@@ -182,7 +177,7 @@ class Quantisation:
 
     @classmethod
     def stored(cls) -> Self:
-        """Return that of a folder whose weights are in few bits: they stay as they are stored."""
+        """Return the storage of a folder whose weights are in few bits: unchanged."""
         kept = cls.of(RuntimeOptions(quantize="keep"))
         assert kept is not None
         return kept
@@ -190,7 +185,7 @@ class Quantisation:
     def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
         """Return the weight in its format: quantised, in panels, or itself.
 
-        The router of a mixture of experts stays as it is: it is small, and decides a lot.
+        The router of a mixture of experts is not changed: it is small, and decides a lot.
         """
         names = weight.get_metadata()["logical_axes"]
         format = self.embeddings if "vocab" in names else self.layers
@@ -205,7 +200,7 @@ class Quantisation:
 
 @final
 class Quantiser:
-    """Makes a trainer's dense weights those of a model that stores them otherwise, one by one.
+    """Converts a trainer's dense weights to the storage of a model, one by one.
 
     Args:
       model: a decoder, or an abstract one, whose weights are dense or already stored so.
@@ -226,13 +221,13 @@ class Quantiser:
         is_changed = in_few_bits or panels_dtype(model) is not None
         if is_changed and not quantisation.keeps_blocks:
             decoder = cast(Any, model)
-            # Traced when it is first needed: that takes a good part of a second of a start.
+            # Traced when it is first needed: tracing takes a large part of a second of a start.
             self._dense_model = functools.cache(
                 partial(abstract_model, decoder.config, layer_layout=decoder.layer_layout)
             )
             self._own_paths = _paths(state)
         else:
-            # Abstract, so that the first weights are freed when others have come.
+            # Abstract, so that the first weights are freed when new ones have come.
             dense = nnx.map_state(lambda _, variable: variable.replace(_abstract(variable)), state)
             self._dense_model = lambda: (graphdef, dense)
             self._own_paths = set()
@@ -255,8 +250,7 @@ class Quantiser:
     def is_dense(self, params: nnx.State, *, partial: bool = False) -> bool:
         """Return whether parameters have the structure of the model with dense weights.
 
-        Args:
-          partial: or of a part of it.
+        With `partial`, or the structure of a part of it.
         """
         paths, dense = _paths(params), _paths(self._dense_model()[1])
         if partial:
@@ -266,11 +260,9 @@ class Quantiser:
     def params(self, params: nnx.State, *, partial: bool = False) -> nnx.State:
         """Return parameters as the model stores them.
 
-        Dense ones may have any floating dtype; what stays dense gets the model's. Parameters of
-        another structure are returned as they are.
-
-        Args:
-          partial: whether they may be a part of the model's; the same part is returned.
+        Dense ones may have any floating dtype; those that stay dense get the model's. Parameters of
+        another structure are returned unchanged. With `partial` they may be a part of the model's;
+        the same part is returned.
         """
         if not self.is_dense(params, partial=partial):
             return params

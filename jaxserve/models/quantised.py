@@ -31,23 +31,20 @@ from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How numbers of a weight are stored, and how a product with them is computed.
+    """The storage of a weight's numbers, and the computation of products with them.
 
     Attributes:
-      bits: 8 or 4.
       group: with 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column
         has one float32 scale, and `group` is that of rounded activations.
-      has_minima: whether each group has a minimum too; symmetric otherwise.
       rounds_activations: whether a product rounds activations to int8, with a scale for each group
         of a token, as the kernel for CPUs does, or for each token. None: they keep their dtype.
-      is_float: whether numbers are float8_e4m3fn; then activations are not rounded.
     """
 
-    bits: int
+    bits: int  # 8 or 4
     group: int
-    has_minima: bool = False
+    has_minima: bool = False  # whether each group has a minimum too; symmetric otherwise
     rounds_activations: Rounding | None = None
-    is_float: bool = False
+    is_float: bool = False  # whether numbers are float8_e4m3fn; then activations are not rounded
 
 
 INT8 = WeightFormat(bits=8, group=32)
@@ -63,9 +60,9 @@ class QuantisedWeight(nnx.Module):
     channels   float32 [*stacked, *out[:-1], panels, 16]
     scales     float16 or float32 [*stacked, *out[:-1], panels, groups, 16]; absent for ones
     minima     as scales; absent for zeros
-    zeros      as scales: uint8 or int16 zero points, in place of minima; mostly absent
-    order      int32 [*stacked, in]: the input of each row of the matrix, whose groups a checkpoint
-               made of inputs that are apart; absent where rows are in the order of the inputs
+    zeros      as scales: uint8 or int16 zero points, instead of minima; mostly absent
+    order      int32 [*stacked, in]: the input of each row of the matrix, if a checkpoint's groups
+               are not of consecutive inputs; otherwise absent
 
     Axes that a product sums over are one, cut into groups; the last axis of `out` is cut into
     panels. No copy of the whole weight in a wider dtype is made.
@@ -120,8 +117,6 @@ class QuantisedWeight(nnx.Module):
 
     @property
     def matrix(self) -> PackedMatrix:
-        """The weight as the kernels take it."""
-
         def held(name: str) -> Array | None:
             found = getattr(self, name, None)
             return None if found is None else found[...]
@@ -163,7 +158,7 @@ class QuantisedWeight(nnx.Module):
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`. One matrix after the other, each with all tokens."""
+        """Multiply by one matrix after another, each with all tokens."""
         whole, ends = self.matrix, jnp.cumsum(sizes)
         token = jnp.arange(x.shape[0])
         order = getattr(self, "order", None)

@@ -1,8 +1,8 @@
-"""Recurrent layers: what they keep of a sequence, and how a batch of rows goes on with it.
+"""Recurrent layers: the state of a sequence, and how a batch of rows advances it.
 
 A recurrent layer keeps a state of a fixed size for each sequence, where attention keeps keys and
-values of every token. States are in the slots of the engine: [layers, slots, ...]. A layer says
-how one sequence goes on (`Advance`); the functions here do that for the rows of a batch.
+values of every token. States are in the slots of the engine: [layers, slots, ...]. A layer defines
+how one sequence advances (`Advance`); the functions here do that for the rows of a batch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GROUP = 32
 State = Mapping[str, Shaped[Array, "..."]]
 Inputs = Mapping[str, Float[Array, "tokens ..."]]
 
-# (state, inputs of a run of tokens, how many of these tokens there are) -> (outputs, state). What
-# comes after the tokens that there are is zero, and changes no state.
+# (state, inputs of a run of tokens, how many of these tokens are valid) -> (outputs, state).
+# Inputs after the valid tokens are zero, and change no state.
 Advance = Callable[[State, Inputs, Int32[Array, ""]], tuple[Float[Array, "tokens ..."], State]]
 
 
@@ -39,10 +39,7 @@ class Recurrence(Protocol):
     ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
         """Return shape and dtype of each array of one sequence's state in one layer.
 
-        A sequence begins with zeros.
-
-        Args:
-          dtype: of the activations.
+        A sequence begins with zeros. `dtype` is that of the activations.
         """
         ...
 
@@ -52,24 +49,21 @@ def advance_rows(
     inputs: Inputs,
     states: State,  # [layers, slots, ...]
     layer: int | Int32[Array, ""],
-    slot: Int32[Array, " rows"],
+    slot: Int32[Array, " rows"],  # of each row; no two rows with tokens have the same one
     rows: Rows,
     *,
-    is_decode: bool,
-    longest: int = PIECE,
+    is_decode: bool,  # whether no row has more than one token
+    longest: int = PIECE,  # maximum number of tokens of a piece
     group: int = GROUP,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance the sequence of each row by the row's tokens; a row from position 0 on begins anew.
+    """Advance the sequence of each row by the row's tokens, from zeros if it begins at position 0.
 
     The rows of a decode batch are computed together. In other batches, rows of one token are
-    computed group by group, and longer rows one after the other, in pieces. Only their states are
+    computed group by group, and longer rows one after another, in pieces. Only their states are
     read and written.
 
     Args:
-      slot: of each row; no two rows with tokens have the same one.
-      is_decode: whether no row has more than one token.
-      longest: the most tokens of a piece.
-      group: the most rows of one token that are computed together, unless `is_decode`.
+      group: maximum number of one-token rows that are computed together, unless `is_decode`.
 
     Returns:
       The outputs, zeros for tokens of no row, and the states after the rows. Slots without tokens
@@ -104,11 +98,9 @@ def advance_whole(
     *,
     longest: int = PIECE,
 ) -> Float[Array, "tokens ..."]:
-    """Return the outputs of whole sequences of one length, one after the other; differentiable.
+    """Return the outputs of whole sequences of one length, one after another; differentiable.
 
-    Args:
-      arrays: of `Recurrence`.
-      longest: the most tokens of a piece.
+    `arrays` are those of `Recurrence`; a piece has at most `longest` tokens.
     """
     num_sequences = jax.tree.leaves(inputs)[0].shape[0] // length
     piece = min(longest, length)
@@ -181,7 +173,7 @@ def _advance_together(
     begins: Bool[Array, " rows"],
     is_single: Bool[Array, " rows"],
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance rows by their token at `start`, those that have one."""
+    """Advance rows by their token at `start`, if they have one."""
     own = {name: _begun(leaf[layer, slot], begins) for name, leaf in states.items()}
     token = {name: x[start][:, None] for name, x in inputs.items()}
     out, own = jax.vmap(advance)(own, token, is_single.astype(jnp.int32))
@@ -209,7 +201,7 @@ def _advance_long(
     length = jnp.where(rows.query_length > 1, rows.query_length, 0)
     num_pieces = -(-length // piece)
     ends = jnp.cumsum(num_pieces)
-    # A last piece may reach over the end of the batch.
+    # The last piece may extend past the end of the batch.
     padded = {name: _padded(x, piece) for name, x in inputs.items()}
 
     def one(index: Int32[Array, ""], carry: tuple[Any, State]) -> tuple[Any, State]:

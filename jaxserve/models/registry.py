@@ -1,4 +1,4 @@
-"""Models and encoders by name or path: what a name stands for, and how its files are fetched."""
+"""Models and encoders by name or path: the source of a name, and the download of its files."""
 
 from __future__ import annotations
 
@@ -47,15 +47,10 @@ REGISTERED_MODELS = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The model that a name or path stands for.
+    """The model that a name or path stands for."""
 
-    Attributes:
-      kind: how to load it. A registered model is a GGUF file.
-      source: where it comes from; a path is there already.
-    """
-
-    kind: Literal["folder", "gguf"]
-    source: RegisteredModel | HubModel | Path
+    kind: Literal["folder", "gguf"]  # how to load it. A registered model is a GGUF file.
+    source: RegisteredModel | HubModel | Path  # where it comes from; a path needs no download
 
     @property
     def name(self) -> str:
@@ -64,7 +59,7 @@ class Resolved:
         return self.source.stem if isinstance(self.source, Path) else str(self.source)
 
     def fetch(self, *, weights: bool = True, progress: bool = True) -> Path:
-        """Return the folder or file; download and verify it first where it is not in the cache.
+        """Return the folder or file; download and verify it first on a cache miss.
 
         Without `weights`, those of a folder of the Hub may be missing.
 
@@ -102,7 +97,7 @@ def at_revision(name_or_path: str, revision: str) -> str:
 def resolve(name_or_path: str | Path) -> Resolved:
     """Find a model, without a network: a registered name, else a path, else a name of the Hub.
 
-    `./name` is a folder in any case.
+    `./name` is always a folder.
 
     Raises:
       UnknownModelError: none of these.
@@ -175,7 +170,7 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
 
 
 def pull(name: str, *, progress: bool = True) -> Path:
-    """Return the path of a model's files; download and verify them first where needed.
+    """Return the path of a model's files; download and verify them first if needed.
 
     Raises:
       UnknownModelError: neither a registered name nor one of the Hub.
@@ -238,17 +233,15 @@ def untrained_predictor(
     encoder: str | Path,
     buckets: LengthBuckets,
     *,
-    max_tokens: int,
-    seed: int = 0,
+    max_tokens: int,  # the longest prompt; a longer one loses its middle
+    seed: int = 0,  # of the random parameters: the head, and the encoder of a size
     progress: bool = True,
 ) -> LengthPredictor:
     """Return a predictor to train.
 
     Args:
-      encoder: see `encoder_folder`; or one of `predictor.SIZES`, for random parameters behind
+      encoder: see `encoder_folder`; or one of `predictor.SIZES`, for random parameters with
         MiniLM's tokenizer, which is that of BERT.
-      max_tokens: the longest prompt; a longer one loses its middle.
-      seed: of the random parameters: the head, and the encoder of a size.
 
     Raises:
       UnknownModelError, DownloadError, ModelCacheError: see `encoder_folder`.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32, Float64, Int32
 from jaxserve.core.errors import UnsupportedModelError
 from pallas_kernels import RopeTables, dispatch, matmul
 
-# The field of a GGUF file's own factor of sines and cosines, beside those of a config.json.
+# The field of a GGUF file's own factor of sines and cosines, in addition to config.json's fields.
 MAGNITUDE = "gguf_attn_factor"
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -26,7 +26,7 @@ class RopeScaling:
 
     `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow` and
     `truncate` to yarn; `original_max_position_embeddings` to both. Sines and cosines are multiplied
-    by `attention_factor`, which in folders is another than 1 for yarn only.
+    by `attention_factor`, which differs from 1 in folders for yarn only.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Rope:
     """A rotary embedding.
 
     Attributes:
-      dim: the number of dimensions of a head that are rotated, from the first one on; None for all.
+      dim: number of rotated dimensions of a head, from the first one on; None for all.
     """
 
     theta: float = 10000.0
@@ -97,7 +97,7 @@ class Rope:
     def from_hf(
         cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
     ) -> Rope:
-        """Read what `rope_fields` returns.
+        """Read the result of `rope_fields`.
 
         Raises:
           UnsupportedModelError: as `RopeScaling.from_hf`, or a base that is not a number above 0.
@@ -112,10 +112,10 @@ class Rope:
         )
 
     def longest_context(self, max_position_embeddings: int) -> int:
-        """Return the number of positions that the scaling makes of those in a config.json.
+        """Return the number of positions in a config.json, extended by the scaling.
 
-        As in vLLM: yarn stretches the original context, linear scaling the stated one, and
-        llama3's is stated already. transformers has no limit.
+        As in vLLM: yarn stretches the original context, linear scaling the stated one; for llama3
+        the stated one is already extended. transformers has no limit.
         """
         if self.scaling is None or self.scaling.kind == "llama3":
             return max_position_embeddings
@@ -129,7 +129,7 @@ class Rope:
 def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
     """Return the fields of a config.json about rotary embeddings, as transformers 5 writes them.
 
-    transformers 5 has `rope_parameters`; 4 has `rope_scaling`, which counts where both are given,
+    transformers 5 has `rope_parameters`; 4 has `rope_scaling`, which is used if both are given,
     and a field for theta.
     """
     return {"rope_theta": given[theta], **(given["rope_scaling"] or given["rope_parameters"] or {})}

@@ -33,7 +33,7 @@ _MIXED = (
 class SafetensorsSource:
     """A `WeightSource` over `folder`.
 
-    A file is mapped into memory during a read only. Otherwise the parts that were read would stay
+    A file is mapped into memory only during a read. Otherwise the parts that were read would stay
     resident, in the end as a second copy of the weights.
 
     Raises:
@@ -52,8 +52,8 @@ class SafetensorsSource:
         index = {name: file for file, names in expected.items() for name in names}
         for file_name, names in expected.items():
             path = Path(folder) / file_name
-            # A name such as "../other" would read what the user did not name. Links are followed:
-            # the cache of the Hugging Face hub keeps its files elsewhere.
+            # A name such as "../other" would read files that the user did not name. Links are
+            # followed, because the cache of the Hugging Face hub keeps its files in another folder.
             if Path(file_name).name != file_name:
                 problems.append(f"the index names {file_name!r}, which is not a file of the folder")
                 continue
@@ -70,7 +70,7 @@ class SafetensorsSource:
                 continue
             for name in sorted(names - held.keys() if names else ()):
                 problems.append(f"tensor {name} is not in {file_name}, where the index puts it")
-            # Of a tensor that several files hold, the index says which one counts.
+            # If several files hold a tensor, the index names the one that is read.
             own = {name for name in held if index.get(name, file_name) == file_name}
             self._shapes |= {name: held[name] for name in own}
             self._dtypes |= {name: kinds[name] for name in own}
@@ -80,11 +80,9 @@ class SafetensorsSource:
             raise CheckpointError(self.where, problems, _MIXED if are_whole else _REMEDY)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every tensor, from the headers."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, str]:
-        """Return the type of every tensor, from the headers."""
         return self._dtypes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -132,7 +130,7 @@ def _is_text(value: object) -> bool:
 def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
     """Return, by file name, the tensors that the index lists for it; an empty set without index.
 
-    A single file counts before an index beside it, as in transformers.
+    A single file precedes an index in the same folder, as in transformers.
     """
     if (folder / _SINGLE).is_file():
         return {_SINGLE: set()}

@@ -1,4 +1,4 @@
-"""From a name or path to a model ready to serve; converted GGUF weights are kept."""
+"""Loads a model by name or path, ready to serve; caches converted GGUF weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """Everything the engine needs of a model.
+    """The parts of a model that the engine needs.
 
     Attributes:
       graphdef, params: `nnx.merge(graphdef, params)` is the `Decoder`.
@@ -84,25 +84,25 @@ def load_model(
     huge_pages: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
-    """Load a model; download it first where it has a name and is not in the cache.
+    """Load a model; download it first if it has a name and is not in the cache.
 
     Args:
       name_or_path: registered name, Hugging Face folder, GGUF file, name of the Hugging Face Hub
         (`org/name`, `org/name@revision`, `org/name:Q4_K_M` for a GGUF file), or (with
         `load="random"`) a configuration.
-      dtype: of the model, one of `DTYPES`; by default float32, or what a bare configuration says.
+      dtype: of the model, one of `DTYPES`; by default float32, or a bare configuration's.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device. Of two device groups, the encode group gets them.
       quantisation: how the weights are stored; they are changed one by one while they are read. By
         default all are dense.
-      cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
+      cache: keep the converted form of a GGUF file for the next start; has no effect if the mesh
         spans several processes.
       saves_behind: return before the converted form is written; the process ends after that.
       huge_pages: see `RuntimeOptions`.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
-        are unrolled. Scanned ones compile in a time that does not grow with their number, but
-        their steps take longer: XLA on GPUs first copies the weights of each layer.
+        are unrolled. Scanned ones compile in a time that does not grow with their number, but their
+        steps take longer: XLA on GPUs first copies the weights of each layer.
       progress: show bars on stderr.
 
     Raises:
@@ -144,7 +144,7 @@ def load_model(
 
 
 def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | None:
-    """Return the tokenizer that `load_model` would find; None where there is none.
+    """Return the tokenizer that `load_model` would find; None if there is none.
 
     Raises:
       UnknownModelError, CheckpointError, UnsupportedModelError, DownloadError, ModelCacheError
@@ -184,19 +184,19 @@ class _How:
 
     @property
     def change(self) -> WeightChange | None:
-        """The change of a dense weight to the way in which it is stored."""
+        """The change of a dense weight to its stored form."""
         return None if self.quantisation is None else self.quantisation.change
 
     def configured(self, config: DecoderConfig) -> DecoderConfig:
-        """Return the configuration with the dtype that was asked for."""
+        """Return the configuration with the requested dtype."""
         return config if self.dtype is None else replace(config, dtype=self.dtype)
 
     def read(self, given: Mapping[str, Any]) -> DecoderConfig:
-        """Return the configuration of a config.json, with the dtype that was asked for."""
+        """Return the configuration of a config.json, with the requested dtype."""
         return self.configured(config_from_hf(given))
 
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
-        """Return the layout that was asked for, or `unrolled` for layers that differ."""
+        """Return the requested layout, or `unrolled` for layers that differ."""
         if self.layer_layout == "scanned" and not config.is_uniform:
             _log.info("layers differ, so they are unrolled instead of scanned")
             return "unrolled"
@@ -224,8 +224,8 @@ class _How:
 
 def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> LoadedModel:
     keeps = how.quantisation is not None and how.quantisation.keeps_blocks
-    # Processes on hosts without a shared disk would not all find the entry. Blocks that are kept
-    # are those of the file itself.
+    # Processes on hosts without a shared disk would not all find the entry. Kept blocks are those
+    # of the file itself.
     cache = cache and not keeps and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
     variant = f"{how.dtype or 'float32'}-{how.layer_layout}"
     if how.quantisation is not None:
@@ -258,7 +258,7 @@ def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> 
 def _folder(
     path: Path, config: DecoderConfig, how: _How, method: Method | None
 ) -> tuple[DecoderConfig, nnx.GraphDef, nnx.State]:
-    """Read a folder's weights. Those in few bits stay as they are stored."""
+    """Read a folder's weights. Those in few bits keep their stored form."""
     if method is None:
         if how.quantisation is not None and how.quantisation.keeps_blocks:
             raise InvalidConfigError(
@@ -293,7 +293,7 @@ def _kept(
     keeper: KeptBlocks | KeptMatrices,
     spare: Collection[str] = (),
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Read weights in the form that a checkpoint has."""
+    """Read weights in the checkpoint's own form."""
     dense, abstract, shardings = how.abstract(config, dense=True)
     modules = {}
 

@@ -34,7 +34,7 @@ class Tokenizer:
     Attributes:
       eos_token_ids: tokens that end an answer, the model's own first.
       chat_template: Jinja source, or None.
-      tool_template: that of chats with tools, where the model has one of its own for them.
+      tool_template: that of chats with tools, if the model has a separate one for them.
       special_tokens: names that a chat template may use (`bos_token`, ...) and their texts.
     """
 
@@ -47,7 +47,7 @@ class Tokenizer:
         tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        # Settings of how a tokenizer was trained, which would cut prompts or lengthen them.
+        # Settings of the tokenizer's training, which would cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, name_or_path: str | Path, *, progress: bool = True) -> Tokenizer:
-        """Read the tokenizer of a name, folder or GGUF file; download what has a name first.
+        """Read the tokenizer of a name, folder or GGUF file; download a named model first.
 
         Raises:
           UnknownModelError: there is no such model.
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens with added ones; the model's embedding may have more rows."""
+        """The number of tokens including added ones; the model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -155,12 +155,12 @@ class Tokenizer:
             otherwise they stay ordinary text.
         """
         backend = self._backend if parse_special else self._plain_backend
-        # Unlike `encode`, this lets other threads run, which a long text would stop for seconds.
+        # Unlike `encode`, this lets other threads run, which a long text would block for seconds.
         (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return found.ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, spaces as they are; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `token_ids`, with spaces unchanged; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream_decoder(
@@ -169,8 +169,8 @@ class Tokenizer:
         """Return a decoder for one sequence whose tokens come in pieces.
 
         Args:
-          after: the tokens before it, whose text it goes on with: a first space that a decoder
-            takes from the beginning of a text stays.
+          after: the tokens before it, whose text it continues: a first space that a decoder
+            removes from the beginning of a text stays.
         """
         goes_on = any(not self._is_silent(token, skip_special_tokens) for token in reversed(after))
         return StreamDecoder(self, skip_special_tokens, self._inner_ids if goes_on else ())
@@ -184,8 +184,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
 
-        Chats with tools, also with an empty list of them, are written by `tool_template`, if there
-        is one, as in transformers.
+        `tool_template`, if there is one, renders chats with tools, also with an empty list of them,
+        as in transformers.
 
         Raises:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
@@ -202,7 +202,7 @@ class Tokenizer:
         *,
         tools: Sequence[Message] | None = None,
     ) -> list[int] | None:
-        """Return the token ids after an answer's own when a chat goes on with `new`, or None.
+        """Return the token ids after an answer's own when a chat continues with `new`, or None.
 
         See `ChatTemplate.continuation`.
 
@@ -234,9 +234,9 @@ class Tokenizer:
         return self._control_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text behind others; none for an id without token.
+        """Return the bytes that a token adds after other tokens; none for an id without token.
 
-        Where several tokens make one character, each has a part of its bytes.
+        If several tokens make one character, each has a part of its bytes.
         """
         token = self._backend.id_to_token(token_id)
         if token is None:
@@ -281,14 +281,14 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_file(str(Path(folder) / _TOKENIZER_FILE)), **settings)
 
     def _is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether `decode` ignores this token."""
+        """Return whether `decode` ignores this token."""
         if token_id in self._control_ids:
             return skip_special_tokens
         return self._backend.id_to_token(token_id) is None
 
     @cached_property
     def _inner_ids(self) -> tuple[int, ...]:
-        """A token with text after which others are not the beginning of a text; none if unknown."""
+        """A token whose text makes the next ones not the beginning of a text; none if unknown."""
         numbers = range(self.vocab_size)
         silent = self._control_ids | self._byte_fallback_ids
         inner = (i for i in numbers if i not in silent and self.decode([i]).isalnum())
@@ -301,7 +301,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """A copy that takes control tokens for text, which is a setting of the whole backend."""
+        """Return a copy that treats control tokens as text, a setting of the whole backend."""
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -340,8 +340,8 @@ class Tokenizer:
 class _PartEncoder:
     """Encodes texts in which some control tokens count and others are ordinary text.
 
-    It has a backend that takes all of them for text, and in which others stand for them. Their
-    texts are drawn, so that no message can be written to contain them.
+    Its backend treats all of them as text, and has stand-ins for those that count. The texts of
+    stand-ins are drawn, so that no message can be written to contain them.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, control_ids: Iterable[int]):
@@ -389,8 +389,8 @@ _MOST_PENDING = 2 * _MAX_CHARACTER
 class StreamDecoder:
     """Decodes one sequence token by token.
 
-    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens, or what these
-    add to the text of the tokens `before`. No piece ends inside a character: the decoder keeps its
+    The joined pieces from `push` and `flush` equal `decode` of all tokens, or the text that these
+    add to the tokens `before`. No piece ends inside a character: the decoder keeps its
     bytes until the character is complete.
     """
 
@@ -413,7 +413,7 @@ class StreamDecoder:
         return "".join(map(self._push_one, token_ids))
 
     def kept(self) -> str:
-        """Return the complete characters of the tokens that `push` has returned no text of yet."""
+        """Return the complete characters that `push` has not returned yet."""
         if len(self._ids) == self._num_read:
             return ""
         return self._decode(self._ids)[len(self._context) :].rstrip("\ufffd")
@@ -441,8 +441,8 @@ class StreamDecoder:
             return self._given(text, 0)
         if len(self._ids) - self._num_read <= _MOST_PENDING:
             return ""
-        # Nothing completes what is invalid: the last tokens alone may begin a character, of at most
-        # four bytes. Where the rest ends inside one, its text is not what the whole begins with.
+        # No token completes invalid bytes: only the last tokens may begin a character, of at most
+        # four bytes. If the rest ends inside one, its text is not a prefix of the whole text.
         for num_left in range(_MAX_CHARACTER - 1, 2 * _MAX_CHARACTER):
             head = self._decode(self._ids[:-num_left])
             if len(head) > len(self._context) and text.startswith(head):
@@ -450,7 +450,7 @@ class StreamDecoder:
         return ""
 
     def _given(self, text: str, num_left: int) -> str:
-        """Return what is new in the text of all but the last tokens, which then are the context."""
+        """Return the new text of all but the last tokens, which then are the context."""
         piece = text[len(self._context) :]
         self._ids = self._ids[self._num_read :]
         self._num_read = len(self._ids) - num_left

@@ -2,9 +2,9 @@
 
 Token ids of GGUF files equal llama.cpp's: the pre-tokenizer table follows `llama-vocab.cpp` (names,
 regular expressions and the flags that each name implies). transformers' own conversion ignores the
-name, and so misses, for one, that SmolLM splits every digit.
+name, and so misses, for example, that SmolLM splits every digit.
 
-Of a folder, tokenizer.json is used unchanged; transformers would build the pipeline of most
+For a folder, tokenizer.json is used unchanged; transformers would build the pipeline of most
 tokenizers again, from the class that tokenizer_config.json or the model type names. Folders without
 one may have Mistral's tekken.json or a SentencePiece model; transformers converts other kinds.
 """
@@ -69,7 +69,7 @@ _DEEPSEEK3 = (
 @final
 @dataclass(frozen=True)
 class _PreTokenizer:
-    """Regular expressions applied one after the other, and defaults of the metadata flags."""
+    """Regular expressions applied one after another, and defaults of the metadata flags."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
@@ -234,7 +234,7 @@ def _byte_level_bpe(
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    """Return the merges that equal SentencePiece's rule: join the pair whose result scores best."""
+    """Return the merges that equal SentencePiece's rule: join the pair with the best result."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) < len(tokens):
         raise _damaged(where, "tokenizer.ggml.scores is missing or too short")
@@ -296,7 +296,7 @@ def surround(bos: int | None, eos: int | None, tokens: list[str]) -> Any:
 _PIPELINE_FILE, _TEKKEN_FILE = "tokenizer.json", "tekken.json"
 _SETTINGS_FILE = "tokenizer_config.json"
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# Files of which at least one is in a folder with a tokenizer.
+# A folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = (
     *(_PIPELINE_FILE, _TEKKEN_FILE, *_SENTENCEPIECE_FILES),
     *("vocab.json", _SETTINGS_FILE),
@@ -355,7 +355,7 @@ def declared_end_ids(folder: Path) -> list[int]:
 
 
 def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name. Files of their own replace those of the settings."""
+    """Return the chat templates by name. Separate files replace those of the settings."""
     files = {path.stem: path for path in (folder / _TEMPLATES_FOLDER).glob("*.jinja")}
     if (folder / _TEMPLATE_FILE).is_file():
         files["default"] = folder / _TEMPLATE_FILE
@@ -368,7 +368,7 @@ def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json. Older folders have parts of it in files of their own."""
+    """Return tokenizer_config.json. Older folders have parts of it in separate files."""
     settings = _json(folder / _SETTINGS_FILE)
     if "added_tokens_decoder" not in settings:
         settings |= _json(folder / "special_tokens_map.json")
@@ -412,7 +412,7 @@ def _add_tokens(backend: Tokenizer, settings: Mapping[str, Any]) -> None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Yield the special tokens that have a name, then the others."""
+    """Yield the special tokens with names, then the other ones."""
     yield from _named_tokens(settings).values()
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     if not isinstance(more, Mapping):
@@ -422,7 +422,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, AddedToken]:
     """Return the special tokens by name (`bos_token`, ...)."""
     more = settings.get("extra_special_tokens")
-    # In transformers' order, in which those that are new get their ids.
+    # In transformers' order, in which new ones get their ids.
     named = {f"{name}_token": None for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
     named |= {**settings, **(more if isinstance(more, Mapping) else {})}
     return {
@@ -451,8 +451,8 @@ def _pipeline(folder: Path) -> Tokenizer:
 def _tekken(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer of a tekken.json, as mistral-common reads it, and its special tokens.
 
-    Its vocabulary has no merges: the pairs whose bytes together are a token merge, the first token
-    of the vocabulary first.
+    Its vocabulary has no merges: a pair merges if its joined bytes are a token, the first token of
+    the vocabulary first.
     """
     path = folder / _TEKKEN_FILE
     given = _json(path)
@@ -501,7 +501,7 @@ def letters_of_bytes() -> list[str]:
 
 
 def _sentencepiece(path: Path, settings: Mapping[str, Any]) -> TokenizerParts | None:
-    """Return the tokenizer of a SentencePiece BPE model, as a GGUF file of it gives it.
+    """Return the tokenizer of a SentencePiece BPE model, equal to that of its GGUF file.
 
     None for a file of another kind, and for models that change the text before they split it.
     """
@@ -561,7 +561,7 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
 
 
 def _converted(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer that transformers makes of other files, and its special tokens."""
+    """Return the tokenizer that transformers converts from other files, and its special tokens."""
     try:
         loaded = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a missing or bad file
@@ -581,9 +581,9 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _auto_tokenizer() -> Any:
-    """Return transformers' class: seconds to import, so only where a folder needs it.
+    """Return transformers' class: seconds to import, so only for folders that need it.
 
-    Without its advice to install PyTorch, which nothing here uses.
+    Its advice to install PyTorch, which nothing here uses, is suppressed.
     """
     variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     given = os.environ.get(variable)

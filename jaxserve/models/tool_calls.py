@@ -32,22 +32,19 @@ _INSTRUCTION = (
 @final
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes calls.
+    """The notation in which a family writes calls.
 
     Attributes:
       begin, end: around the JSON; empty for none. A begin that the tokenizer has as one token is
         that token.
-      is_list: whether the JSON is a list of calls; otherwise it is one call.
-      separator: between two calls, or two lists of them; None where there is one at most.
-      arguments: the key of the arguments.
       in_template: whether the chat template writes the tools; otherwise `with_instruction` does.
     """
 
     begin: str
     end: str
-    is_list: bool
-    separator: str | None
-    arguments: str = "arguments"
+    is_list: bool  # whether the JSON is a list of calls; otherwise it is one call
+    separator: str | None  # between two calls, or two lists of them; None if there is at most one
+    arguments: str = "arguments"  # the key of the arguments
     in_template: bool = True
 
 
@@ -58,7 +55,7 @@ LLAMA3 = ToolFormat("", "", is_list=False, separator="; ", arguments="parameters
 
 
 def format_of(chat_template: str | None) -> ToolFormat:
-    """Return the format of a model, by what its chat template says of tools."""
+    """Return the format of a model, found by searching its chat template."""
     template = chat_template or ""
     if "tools" not in template:
         return LIST
@@ -72,7 +69,7 @@ def format_of(chat_template: str | None) -> ToolFormat:
 def with_instruction(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return messages of which the first, the system's, says how to call tools.
+    """Return messages with instructions in the first, the system's, on how to call tools.
 
     For chat templates without tools; calls and results of earlier turns become text. Without tools
     nothing else changes.
@@ -101,7 +98,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 def grammar_of(
     form: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
-    token_of: Callable[[str], int | None],
+    token_of: Callable[[str], int | None],  # returns the token of a text that is one added token
     *,
     may_be_several: bool,
 ) -> str:
@@ -109,7 +106,6 @@ def grammar_of(
 
     Args:
       tools: with `name` and perhaps `parameters`, a JSON schema of an object.
-      token_of: returns the token of a text that is one added token.
 
     Raises:
       InvalidGrammarError: llguidance cannot enforce the parameters of a tool.
@@ -124,7 +120,7 @@ def grammar_of(
     for i, tool in enumerate(tools):
         begin = f'{{"name": {json.dumps(tool["name"])}, {json.dumps(form.arguments)}: '
         lines.append(f'tool{i}: {json.dumps(begin)} arguments{i} "}}"')
-        # A JSON schema of its own, so that references in it begin at its own root.
+        # A separate JSON schema, so that references in it begin at its own root.
         try:
             lines += lark_rules(tool.get("parameters") or {"type": "object"}, f"arguments{i}")
         except (ValueError, RecursionError) as error:
@@ -137,7 +133,7 @@ def grammar_of(
 
 
 def _literal(text: str, token_of: Callable[[str], int | None]) -> str:
-    """Return a text in Lark, with the part that is an added token as that token."""
+    """Return a text in Lark, with a part that is an added token as that token."""
     tag = text.strip()
     token = token_of(tag) if tag else None
     if token is None:
@@ -151,7 +147,7 @@ def _literal(text: str, token_of: Callable[[str], int | None]) -> str:
     return " ".join(filter(None, parts))
 
 
-# The beginning of a call, up to the object of its arguments; in a list, with what is before it.
+# The beginning of a call, up to the object of its arguments; in a list, with the text before it.
 _HEAD = re.compile(
     r'\s*(?:(\[)\s*)?\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -183,9 +179,9 @@ class CallReader:
     """Separates the calls from the text of an answer that comes in pieces.
 
     Text that may be the beginning of a call is held back, and returned as text if it is not one.
-    White space before a call is dropped, however the text is cut, and so is what is between two
-    calls and behind the last one, if it is white space. A piece costs time in proportion to its own
-    length, not to that of the text that is held back.
+    White space before a call is dropped, however the text is cut, and so is white space between two
+    calls and after the last one. A piece costs time in proportion to its own length, not to that of
+    the text that is held back.
 
     Args:
       streamed: names of functions whose calls are returned when their arguments begin, without
@@ -197,7 +193,7 @@ class CallReader:
         self._form = form
         self._streamed = streamed
         self._begin, self._end = form.begin.strip(), form.end.strip()
-        self._held: list[str] = []  # of the buffer's beginning, that need not be looked at again
+        self._held: list[str] = []  # start of the buffer that need not be scanned again
         self._buffer = ""
         self._gap = ""  # the white space before a call that may turn out to be text
         self._is_gap = True  # whether only white space came since the beginning or the last call
@@ -210,12 +206,12 @@ class CallReader:
         self._arguments: _ObjectEnd | None = None  # of the call that is being returned
         self._is_after = False  # the arguments of a call that was returned as it came
         self._is_open = False  # the object of that call
-        self._other_keys: _ObjectEnd | None = None  # behind its arguments
+        self._other_keys: _ObjectEnd | None = None  # after its arguments
         self._is_in_list = False  # of such calls
-        self._seeks_end = False  # what comes before the end tag counts no longer
+        self._seeks_end = False  # text before the end tag is ignored from now on
 
     def push(self, text: str) -> list[Part]:
-        """Return text and calls that are complete, in their order."""
+        """Return text and calls that are complete, in order."""
         self._buffer += text
         found: list[Part] = []
         while (new := self._next()) is not None:
@@ -223,7 +219,7 @@ class CallReader:
         return found
 
     def finish(self) -> list[Part]:
-        """Return what is left when the answer has ended."""
+        """Return the rest when the answer has ended."""
         rest = self._taken(len(self._buffer))
         if self._arguments is not None:
             return [MoreArguments(rest)] if rest else []
@@ -239,13 +235,12 @@ class CallReader:
         return [rest] if rest and not is_gap else []
 
     def _hold(self, length: int) -> None:
-        """Move the beginning of the buffer to what need not be looked at again."""
+        """Move the beginning of the buffer to the part that need not be scanned again."""
         if length:
             self._held.append(self._buffer[:length])
             self._buffer = self._buffer[length:]
 
     def _taken(self, length: int) -> str:
-        """Remove what is held and the beginning of the buffer, and return both."""
         self._hold(length)
         taken, self._held = "".join(self._held), []
         return taken
@@ -260,7 +255,7 @@ class CallReader:
         return self._outside() if self._begin else self._at_start()
 
     def _at_start(self) -> list[Part] | None:
-        """Go on where a call would begin without a tag."""
+        """Continue where a call would begin without a tag."""
         rest = self._buffer.lstrip(" \n;" if self._has_call else " \n")
         self._hold(len(self._buffer) - len(rest))
         if not rest or "<|python_tag|>".startswith(rest):
@@ -297,7 +292,7 @@ class CallReader:
         self._value = self._new_value()
 
     def _new_value(self) -> _ObjectEnd:
-        """Return what finds the end of a JSON value: a call, or the rest of a tagged list."""
+        """Return a finder of the end of a JSON value: a call, or the rest of a tagged list."""
         return _ObjectEnd(self._end, depth=int(bool(self._end) and self._is_in_list))
 
     def _inside(self) -> list[Part] | None:
@@ -384,7 +379,7 @@ class CallReader:
         return [MoreArguments(taken)] if taken else [] if self._is_after else None
 
     def _after_arguments(self) -> list[Part] | None:
-        """Go on behind the arguments of a call, with the next call of a list or behind the tag."""
+        """Continue after the arguments of a call, with the next call of a list or after the tag."""
         if self._other_keys is not None:
             self._taken(len(self._other_keys.take(self._buffer)))
             if not self._other_keys.has_ended:
@@ -437,7 +432,7 @@ class _ObjectEnd:
     def take(self, text: str) -> str:
         """Return the beginning of a text that belongs to the object.
 
-        What may be the beginning of the end tag does not.
+        A possible beginning of the end tag is excluded.
         """
         end = self._end
         for i, character in enumerate(text):

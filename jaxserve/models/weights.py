@@ -49,7 +49,6 @@ class Tensor:
     """One checkpoint tensor and the part of a parameter that it fills.
 
     Args:
-      name: the name in the checkpoint; `{layer}` stands for the number of the layer.
       layout: the parameter's axes in the tensor's order, major first; axes in parentheses share a
         dimension. Of an axis that is not named, the tensor fills one place.
       order: by axis, the place in the tensor of each place in the parameter; in order by default.
@@ -58,7 +57,7 @@ class Tensor:
 
     def __init__(
         self,
-        name: str,
+        name: str,  # the name in the checkpoint; `{layer}` stands for the number of the layer
         layout: str,
         *,
         order: Mapping[str, Sequence[int] | np.ndarray] | None = None,
@@ -87,13 +86,9 @@ class Tensor:
     def factors(self, summed: Collection[str]) -> tuple[Tensor, Tensor] | None:
         """Return the tensors A [rank, in] and B [out, rank] of a low-rank change of this one.
 
-        Their names are PEFT's, and the axis `rank` is the parameter's, too.
-
-        Args:
-          summed: the parameter's axes that a product sums over.
-
-        Returns:
-          None if this tensor is not one matrix, with these axes in one dimension.
+        Their names are PEFT's, and the axis `rank` is also the parameter's. `summed` has the
+        parameter's axes that a product sums over. None if this tensor is not one matrix, with these
+        axes in one dimension.
         """
         inner = [group for group in self.groups if set(group) <= set(summed)]
         outer = [group for group in self.groups if set(group).isdisjoint(summed)]
@@ -150,11 +145,7 @@ class Tensor:
 @final
 @dataclass(frozen=True)
 class Weight:
-    """A parameter and the checkpoint tensors that fill it.
-
-    Attributes:
-      axes: the names of the parameter's axes, in order.
-    """
+    """A parameter and the checkpoint tensors that fill it; `axes` names its axes, in order."""
 
     axes: str
     tensors: tuple[Tensor, ...]
@@ -205,7 +196,7 @@ def split_qkv(
 ) -> Weight:
     """Return the fused projection of `Attention` from `{prefix}q_proj.{kind}`, k_proj and v_proj.
 
-    `order` is the order of queries and keys in the checkpoint, where it differs from values'.
+    `order` is the order of queries and keys in the checkpoint, if it differs from values'.
     """
     axes, rest = ("e k x d", " e") if kind == "weight" else ("k x d", "")
     parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}

@@ -15,8 +15,8 @@ _ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe, t5
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {kind: family for family in _ALL for kind in family.fields}
 )
-# Models of images and text, and whether the head of their text model is the embedding where
-# config.json does not say so.
+# Models of images and text, and whether the head of their text model is the embedding if
+# config.json does not state it.
 WRAPPERS: Mapping[str, bool] = MappingProxyType(
     {
         "gemma3": True,
@@ -32,7 +32,7 @@ WRAPPERS: Mapping[str, bool] = MappingProxyType(
 def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a model of any family, from config.json as a dictionary.
 
-    Of a model of images and text it is that of the text model.
+    For a model of images and text, it is that of the text model.
 
     Raises:
       UnsupportedModelError: naming what is given and what is supported.
@@ -60,7 +60,7 @@ def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"model_type={kind!r} in config.json needs an object text_config, and has {text!r}"
         )
-    # The wrapper's word on ties counts, as in transformers.
+    # The wrapper's field on ties decides, as in transformers.
     return {**text, "tie_word_embeddings": given.get("tie_word_embeddings", WRAPPERS[kind])}
 
 

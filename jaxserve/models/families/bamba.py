@@ -120,15 +120,13 @@ def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
 
 @final
 class BambaBlock(Block):
-    """See `Block`."""
-
     norm_class = RMSNorm
     mlp_class = GatedMLP
 
 
 @final
 class BambaMambaBlock(Block):
-    """A `Block` with a recurrent mixer in the place of attention."""
+    """A `Block` with a recurrent mixer instead of attention."""
 
     norm_class = RMSNorm
     mlp_class = GatedMLP
@@ -149,8 +147,6 @@ class BambaMambaBlock(Block):
 
 @final
 class Bamba(Decoder):
-    """See `Decoder`."""
-
     block_class = BambaBlock
     recurrent_block_class = BambaMambaBlock
 

@@ -99,7 +99,7 @@ class GemmaConfig(DecoderConfig):
             num_heads=given["num_attention_heads"],
             num_kv_heads=given["num_key_value_heads"],
             head_dim=given["head_dim"],
-            # That of Gemma 3 has its scaling already.
+            # Gemma 3's value includes its scaling.
             max_position_embeddings=rope.longest_context(max_position)
             if kind == "gemma2"
             else max_position,
@@ -156,7 +156,7 @@ class GemmaBlock(Block):
 
 @final
 class Gemma(Decoder):
-    """See `Decoder`; embeddings are multiplied by sqrt(embed)."""
+    """A `Decoder` whose embeddings are multiplied by sqrt(embed)."""
 
     block_class = GemmaBlock
 

@@ -59,7 +59,7 @@ class GPT2Config(DecoderConfig):
     def of_shape(
         cls, *, num_layers: int, hidden_size: int, num_heads: int, **others: Any
     ) -> GPT2Config:
-        """Return a configuration of these sizes, with GPT-3's values for the others."""
+        """Return a configuration of these sizes, with GPT-3's values for the other fields."""
         sizes: dict[str, Any] = dict(
             vocab_size=50257,
             hidden_size=hidden_size,
@@ -109,15 +109,13 @@ GPT3_SHAPES = {
 
 @final
 class GPT2Block(Block):
-    """See `Block`."""
-
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
 
 
 @final
 class GPT2(Decoder):
-    """See `Decoder`; `positions` [max_position_embeddings, embed]."""
+    """A `Decoder` with `positions` [max_position_embeddings, embed]."""
 
     block_class = GPT2Block
 

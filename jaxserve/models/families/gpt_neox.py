@@ -83,7 +83,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 @final
 class GPTNeoXBlock(Block):
-    """See `Block`; side by side where `parallel_residual` is true."""
+    """A `Block` whose attention and MLP are parallel if `parallel_residual` is true."""
 
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
@@ -103,8 +103,6 @@ class GPTNeoXBlock(Block):
 
 @final
 class GPTNeoX(Decoder):
-    """See `Decoder`."""
-
     block_class = GPTNeoXBlock
 
 

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP side by side behind one norm, part of each head rotated."""
+"""GPT-J: parallel attention and MLP after one norm, part of each head rotated."""
 
 from __future__ import annotations
 
@@ -85,8 +85,6 @@ class GPTJBlock(Block):
 
 @final
 class GPTJ(Decoder):
-    """See `Decoder`."""
-
     block_class = GPTJBlock
 
 
@@ -94,7 +92,7 @@ def _weights(config: GPTJConfig) -> dict[str, Weight]:
     layer = "transformer.h.{layer}."
     assert config.rope is not None
     # GPT-J rotates neighbouring pairs, ours are half of the rotated part apart. The same order in
-    # queries and keys leaves their products alone.
+    # queries and keys does not change their products.
     rotated = config.rope.dim or config.head_dim
     order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
     return {

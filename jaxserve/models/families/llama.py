@@ -129,12 +129,12 @@ class LlamaConfig(DecoderConfig):
 
 
 def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
-    """Return the fields of a configuration that families share whose config.json is like Llama's.
+    """Return the fields that families share whose config.json is like Llama's.
 
     Args:
-      given: what `Fields.read` returns.
+      given: the result of `Fields.read`.
       share: the part of a head that is rotated, unless the parameters of the rotation have another;
-        None for whole heads, whatever these say.
+        None for whole heads, regardless of these parameters.
 
     Raises:
       UnsupportedModelError: as `DecoderConfig.from_hf`.
@@ -164,7 +164,7 @@ def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) 
 def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window of each layer.
 
-    Mistral, Mixtral and Qwen3-MoE have one in all layers, Qwen 2 and 3 in those that are named.
+    Mistral, Mixtral and Qwen3-MoE have one in all layers, Qwen 2 and 3 in the named ones.
     """
     num_layers = given["num_hidden_layers"]
     window = given.get("sliding_window")
@@ -181,16 +181,12 @@ def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 @final
 class LlamaBlock(Block):
-    """See `Block`."""
-
     norm_class = RMSNorm
     mlp_class = GatedMLP
 
 
 @final
 class Llama(Decoder):
-    """See `Decoder`."""
-
     block_class = LlamaBlock
 
 
@@ -216,7 +212,7 @@ def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
 
 
 def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
-    """Return the weights of a `GatedMLP` under Llama's names, with its own in place of `mlp.`."""
+    """Return the weights of a `GatedMLP` under Llama's names, with its own instead of `mlp.`."""
     mlp = LAYER + name
     return {
         **{

@@ -1,4 +1,4 @@
-"""Mamba-2: recurrent layers alone, without attention and without MLPs."""
+"""Mamba-2: only recurrent layers, without attention and without MLPs."""
 
 from __future__ import annotations
 
@@ -50,15 +50,11 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(DecoderConfig):
-    """Dao and Gu, arXiv:2405.21060. Heads are those of the memory.
-
-    Attributes:
-      has_wide_residual: whether the residual stream is in float32.
-    """
+    """Dao and Gu, arXiv:2405.21060; heads are those of the memory."""
 
     max_position_embeddings: int = _MAX_POSITIONS
     norm_eps: float = 1e-5
-    has_wide_residual: bool = True
+    has_wide_residual: bool = True  # whether the residual stream is in float32
 
     @property
     def default_context(self) -> int:
@@ -117,8 +113,6 @@ class Mamba2Block(Block):
 
 @final
 class Mamba2(Decoder):
-    """See `Decoder`."""
-
     block_class = Mamba2Block
     recurrent_block_class = Mamba2Block
     config: Mamba2Config  # pyrefly: ignore[bad-override-mutable-attribute]

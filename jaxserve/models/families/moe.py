@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: Llama's layers with a mixture of experts in place of the MLP."""
+"""Mixtral and Qwen3-MoE: Llama's layers with a mixture of experts instead of the MLP."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_ten
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DecoderConfig):
-    """A configuration with a mixture of experts in place of each MLP.
+    """A configuration with a mixture of experts instead of each MLP.
 
     Attributes:
-      num_experts: the number of experts in a layer.
-      experts_per_token: the number of experts that each token goes to.
       normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
     """
 
-    num_experts: int
-    experts_per_token: int
+    num_experts: int  # the number of experts in a layer
+    experts_per_token: int  # the number of experts that each token goes to
     normalises_gates: bool = True
 
 
@@ -58,8 +56,8 @@ class MixtureOfExperts(nnx.Module):
         gate_up   [experts, embed, 2, mlp]
         down      [experts, mlp, embed]
 
-    Tokens are sorted by expert and multiplied group by group, so that no token is dropped and none
-    is multiplied with the weights of another's expert. On a mesh, each shard has its share of the
+    Tokens are sorted by expert and multiplied group by group, so that no token is dropped, and each
+    is multiplied only with the weights of its experts. On a mesh, each shard has its share of the
     experts.
     """
 
@@ -123,9 +121,9 @@ def _mix(
     num_own: int,
     num_shards: int,
 ) -> Float[Array, "tokens embed"]:
-    """Return the outputs of each token's experts on this shard, weighed and added up."""
+    """Return the weighted sum of each token's experts on this shard."""
     num_tokens, num_each = experts.shape
-    # Own experts come first; those of other shards are sorted behind, and are in no group.
+    # Own experts come first; those of other shards are sorted after them, and are in no group.
     own = experts.reshape(-1) - tensor_index(num_shards) * num_own
     own = own % (num_own * num_shards)
     order = jnp.argsort(own, stable=True)
@@ -134,14 +132,14 @@ def _mix(
     adapter = None if adapter is None else adapter[token]
     both = gate_up.grouped(x[token], sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
     out = down.grouped(gate_of(activation)(both), sizes, adapter)
-    # Back to where token t's i-th expert is at t * num_each + i.
+    # Undo the sort: token t's i-th expert is at t * num_each + i.
     out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
     out = out.reshape(num_tokens, num_each, -1) * gates[..., None].astype(x.dtype)
     return sum_over_tensor(_sum(out), num_shards)
 
 
 def _sum(x: Float[Array, "tokens few *shape"]) -> Float[Array, " tokens *shape"]:
-    """Return the sum over the second axis, added up in its order whatever the number of tokens."""
+    """Return the sum over the second axis, added in order for any number of tokens."""
     wide = x.astype(jnp.float32)
     return reduce(add, (wide[:, i] for i in range(x.shape[1]))).astype(x.dtype)
 
@@ -196,11 +194,10 @@ class MoEConfig(ExpertsConfig):
 
     Attributes:
       intermediate_size: the inner size of one expert.
-      expert_names: the names of experts in checkpoints, a key of `_EXPERT_NAMES`.
     """
 
     rope: Rope | None = Rope()
-    expert_names: str = "mixtral"
+    expert_names: str = "mixtral"  # the names of experts in checkpoints, a key of `_EXPERT_NAMES`
 
     @property
     def num_mlp_parts(self) -> int:
@@ -240,16 +237,12 @@ _EXPERT_NAMES = {
 
 @final
 class MoEBlock(Block):
-    """See `Block`."""
-
     norm_class = RMSNorm
     mlp_class = MixtureOfExperts
 
 
 @final
 class MoEDecoder(Decoder):
-    """See `Decoder`."""
-
     block_class = MoEBlock
 
 

@@ -48,7 +48,7 @@ class OPTConfig(DecoderConfig):
     Attributes:
       norm_first: whether norms come before attention and MLP, and one after the last layer; true
         except in the 350M model.
-      embedding_size: the width of token embeddings, which are projected where it is not
+      embedding_size: the width of token embeddings, which are projected if it is not
         hidden_size (350M).
     """
 
@@ -63,7 +63,7 @@ class OPTConfig(DecoderConfig):
 
     @property
     def projects(self) -> bool:
-        """Whether token embeddings have another width than the layers."""
+        """Whether token embeddings and layers have different widths."""
         return self.embedding_size != self.hidden_size
 
     @classmethod
@@ -84,7 +84,7 @@ class OPTConfig(DecoderConfig):
 
 @final
 class OPTBlock(Block):
-    """See `Block`; norms follow the sums where `norm_first` is false."""
+    """A `Block` whose norms follow the sums if `norm_first` is false."""
 
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
@@ -104,12 +104,12 @@ class OPTBlock(Block):
 
 @final
 class OPT(Decoder):
-    """See `Decoder`.
+    """The `Decoder` of OPT.
 
     embedding    [vocab, embedding_size], as lm_head [embedding_size, vocab]
     positions    [max_position_embeddings + 2, embed]
     project_in   [embedding_size, embed], project_out [embed, embedding_size]   if they differ
-    norm         where `norm_first` is true
+    norm         if `norm_first` is true
     """
 
     block_class = OPTBlock

@@ -71,12 +71,9 @@ class T5Config(DecoderConfig):
     """Raffel et al., arXiv:1910.10683; `num_layers` are those of the decoder.
 
     Attributes:
-      num_encoder_layers: layers of the encoder.
       num_buckets, max_distance: of relative positions, see `encoder_decoder.causal_biases`.
-      is_gated: whether the MLP has a gate, as from version 1.1 on.
-      scales_logits: whether the input of the logits is divided by sqrt(hidden_size), as in
-        version 1.0.
-      usual_length: tokens of a prompt, and of an answer, that the model was trained with.
+      scales_logits: whether the input of the logits is divided by sqrt(hidden_size), as in version
+        1.0.
     """
 
     activation: str = "relu"
@@ -84,12 +81,12 @@ class T5Config(DecoderConfig):
     attention_scale: float | None = 1.0
     max_position_embeddings: int = _MAX_POSITIONS
     decoder_start_token_id: int | None = 0
-    num_encoder_layers: int
+    num_encoder_layers: int  # layers of the encoder
     num_buckets: int = 32
     max_distance: int = 128
-    is_gated: bool = False
+    is_gated: bool = False  # whether the MLP has a gate, as from version 1.1 on
     scales_logits: bool = True
-    usual_length: int = 512
+    usual_length: int = 512  # tokens of a prompt, and of an answer, that the model was trained with
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,21 +103,20 @@ class T5Config(DecoderConfig):
 
     @property
     def default_context(self) -> int:
-        """See `DecoderConfig`: a prompt and an answer of the usual length."""
+        """Return the length of a prompt and an answer of the usual length."""
         return min(2 * self.usual_length, self.max_position_embeddings)
 
     @property
     def down_dtype(self) -> str | None:
-        """See `DecoderConfig`: float16 would overflow there."""
+        """Return float32 for a model in float16, which would overflow there."""
         return "float32" if self.dtype == "float16" else None
 
     @property
     def encoder(self) -> Self:
-        """The configuration of the encoder's layers."""
         return replace(self, num_layers=self.num_encoder_layers, sliding_windows=(), layer_kinds=())
 
     def fitted_to(self, tensors: Collection[str]) -> Self:
-        """See `DecoderConfig`. transformers 5 writes that all models tie, whether they do or not.
+        """Correct the tie: transformers 5 writes that all models tie, whether they do or not.
 
         From version 1.1 on, a checkpoint has a head of its own exactly if it is not tied.
         """
@@ -177,7 +173,7 @@ def _feed_forward(name: str) -> tuple[str, bool]:
 
 @final
 class T5Norm(nnx.Module):
-    """An `RMSNorm` whose output has the model's dtype, where the residual stream is wider."""
+    """An `RMSNorm` whose output has the model's dtype, even if the residual stream is wider."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         self.norm = RMSNorm(config, new)
@@ -194,8 +190,6 @@ def _mlp(config: DecoderConfig, new: ParamMaker) -> GatedMLP | TwoLayerMLP:
 
 @final
 class T5EncoderBlock(Block):
-    """See `Block`."""
-
     norm_class = T5Norm
     mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
@@ -208,15 +202,13 @@ class T5EncoderBlock(Block):
 
 @final
 class T5Block(CrossBlock):
-    """See `CrossBlock`."""
-
     norm_class = T5Norm
     mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
 
 @final
 class T5(EncoderDecoder):
-    """See `EncoderDecoder`. In float16 the residual stream is float32, as in transformers."""
+    """The `EncoderDecoder` of T5. In float16 the residual stream is float32, as in transformers."""
 
     block_class = T5Block
     encoder_block_class = T5EncoderBlock

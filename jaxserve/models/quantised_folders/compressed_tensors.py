@@ -44,25 +44,19 @@ _TYPES = {
 @final
 @dataclass(frozen=True, order=True)
 class _Scheme:
-    """The weights of a group of modules.
-
-    Attributes:
-      group: number of inputs that share a scale; -1 for one scale an output, or one in all.
-      is_packed: whether several numbers are in a word of 32 bits.
-      block: see `Float8`; (0, 0) for no blocks.
-    """
+    """The weights of a group of modules."""
 
     bits: int
-    group: int
-    is_packed: bool = False
+    group: int  # number of inputs that share a scale; -1 for one scale an output, or one in all
+    is_packed: bool = False  # whether several numbers are in a word of 32 bits
     is_float: bool = False
-    block: Block = (0, 0)
+    block: Block = (0, 0)  # see `Float8`; (0, 0) for no blocks
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CompressedTensors:
-    """See `Method`. A module has the scheme that fits the shapes of its tensors."""
+    """The `Method` of compressed-tensors; the shapes of a module's tensors select its scheme."""
 
     schemes: frozenset[_Scheme]
 
@@ -158,8 +152,7 @@ class CompressedTensors:
                 f"{(num_outputs, num_groups)}"
             )
             return None
-        # Scales of activations are not used: products take activations as they are, or round them
-        # by groups.
+        # Scales of activations are not used: products round activations by groups or not at all.
         others = (zeros, groups, *(f"{module}.{name}" for name in SPARE))
         tensors += [name for name in others if name in found.shapes]
 

@@ -1,10 +1,10 @@
-"""Folders with float8_e4m3fn weights: `quant_method` "fp8", and what compressed-tensors shares.
+"""Folders with float8_e4m3fn weights: `quant_method` "fp8", and its code for compressed-tensors.
 
 A module has `weight` float8 [out, in]. With blocks, as in DeepSeek-V3's folders, its scales are
 `weight_scale_inv` float32 [out / block, in / block], rounded up; otherwise `weight_scale` or
-`weight_scale_inv` for all numbers, or for each output. Numbers are multiplied with their scale,
-whatever the name says, except where `weight_scale_semantics` is "inverse", as GPTQModel 7.7.0
-writes it: there they are divided by it. Source: gptqmodel/nn_modules/qlinear/fp8.py.
+`weight_scale_inv` for all numbers, or for each output. Numbers are multiplied by their scale,
+regardless of the name, except if `weight_scale_semantics` is "inverse", as GPTQModel 7.7.0
+writes it: then they are divided by it. Source: gptqmodel/nn_modules/qlinear/fp8.py.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ SPARE = ("input_scale", "input_zero_point", "input_global_scale", "activation_sc
 @final
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """See `Method`.
+    """The `Method` of float8 folders.
 
     Attributes:
       block: outputs and inputs that share a scale; None for scales of outputs, or one for all.
-      divides: whether numbers are divided by their scale.
     """
 
     block: Block | None
-    divides: bool = False
+    divides: bool = False  # whether numbers are divided by their scale
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -90,11 +89,9 @@ def float8_matrix(
     *,
     divides: bool = False,
 ) -> Matrix | None:
-    """Return a module's weight, or None after a note of what is wrong with it.
+    """Return a module's weight; None after adding its problem to `found`.
 
-    Args:
-      scale: the last part of the name of its scales.
-      divides: whether numbers are divided by their scale.
+    `scale` is the last part of the name of its scales; numbers are divided by them if `divides`.
     """
     stored = found.sizes(module, "weight")
     if stored is None:

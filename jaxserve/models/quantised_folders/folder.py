@@ -36,8 +36,7 @@ _REMEDY = (
 class QuantisedFolder:
     """A `WeightSource` in which a quantised weight is one tensor [out, in] under its usual name.
 
-    Args:
-      source: the tensors as they are stored.
+    `source` has the tensors as they are stored.
 
     Raises:
       CheckpointError: tensors that are missing, misshapen or of another number of bits, groups
@@ -83,7 +82,7 @@ class QuantisedFolder:
     def empty_biases(self) -> frozenset[str]:
         """Return the biases of quantised weights that are all zeros.
 
-        Some writers add one to each quantised weight, whether the model has biases or not.
+        Some writers add one to each quantised weight, even if the model has no biases.
         """
         biases = (name.removesuffix("weight") + "bias" for name in self._matrices)
         return frozenset(
@@ -91,7 +90,7 @@ class QuantisedFolder:
         )
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """See `WeightSource`. A quantised weight comes in float32, decoded as a whole."""
+        """Read a tensor. A quantised weight is float32, decoded as a whole."""
         matrix = self.matrix(name)
         if matrix is None:
             return self._source.read(name, index)
@@ -100,7 +99,7 @@ class QuantisedFolder:
 
 
 def _without_scales(source: WeightSource, found: Found) -> Iterator[str]:
-    """Yield what is wrong with weights in few bits that are no part of a quantised weight."""
+    """Yield the problems of weights in few bits that are not part of a quantised weight."""
     parts = {name for matrix in found.matrices.values() for name in matrix.tensors}
     for name, dtype in source.dtypes().items():
         if name.endswith(".weight") and dtype in _SCALED and name not in parts:

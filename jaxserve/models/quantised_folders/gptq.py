@@ -25,20 +25,13 @@ from jaxserve.models.weights import WeightSource
 @final
 @dataclass(frozen=True, kw_only=True)
 class GPTQ:
-    """See `Method`.
-
-    Attributes:
-      group: number of inputs that share a scale; -1 for all.
-      one_less: whether `qzeros` are the zero points minus one, as in the first version.
-      is_symmetric: whether zero points are the middle of the numbers.
-      varies: whether modules may have other groups (GPTQModel's `dynamic`).
-    """
+    """The `Method` of GPTQ folders."""
 
     bits: int
-    group: int
-    one_less: bool
-    is_symmetric: bool
-    varies: bool
+    group: int  # number of inputs that share a scale; -1 for all
+    one_less: bool  # whether `qzeros` are the zero points minus one, as in the first version
+    is_symmetric: bool  # whether zero points are the middle of the numbers
+    varies: bool  # whether modules may have different groups (GPTQModel's `dynamic`)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -123,13 +116,13 @@ class GPTQ:
     ) -> Int16[np.ndarray, "out groups"]:
         """Return zero points as they are stored, or one more.
 
-        Those of symmetric weights are the middle, which is stored as it is in version 2 and less
-        one in version 1; some folders say the other version than they have.
+        For symmetric weights they are the middle, which version 2 stores unchanged and version 1
+        less one; some folders state the wrong version.
         """
         middle = 1 << (bits - 1)
         if self.is_symmetric and any((stored == each).all() for each in (middle - 1, middle)):
             return np.full_like(stored, middle)
-        # What is stored as the largest number is zero less one (AutoGPTQ masks it, too).
+        # The largest number stored is zero less one (AutoGPTQ masks it, too).
         return (stored + self.one_less) & (2**bits - 1)
 
 
@@ -141,13 +134,9 @@ _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 @final
 @dataclass(frozen=True, kw_only=True)
 class AWQ:
-    """See `Method`.
+    """The `Method` of AWQ folders."""
 
-    Attributes:
-      group: number of inputs that share a scale; -1 for all.
-    """
-
-    group: int
+    group: int  # number of inputs that share a scale; -1 for all
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -18,13 +18,9 @@ from jaxserve.models.weights import WeightSource
 class Matrix:
     """A weight [out, in] whose number at [n, k] is `scales[n, g] * (codes[n, k] - zeros[n, g])`.
 
-    g is the group of input k: k // group, or what `groups` says.
+    g is the group of input k: k // group, or `groups[k]`.
 
     Attributes:
-      bits: of a code: 4 or 8.
-      group: number of inputs that share a scale; `in` for one scale a row.
-      tensors: names of the tensors that it is made of.
-      codes: reads [out, in].
       scales: reads [out, in // group], of float8 rounded up, in float16, bfloat16 or float32.
       zeros: reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
       groups: reads the group of each input, [in]; None if it is k // group.
@@ -32,10 +28,10 @@ class Matrix:
     """
 
     shape: tuple[int, int]
-    bits: int
-    group: int
-    tensors: tuple[str, ...]
-    codes: Callable[[], UInt8[np.ndarray, "out in"]]
+    bits: int  # of a code: 4 or 8
+    group: int  # number of inputs that share a scale; `in` for one scale a row
+    tensors: tuple[str, ...]  # names of the tensors that it is made of
+    codes: Callable[[], UInt8[np.ndarray, "out in"]]  # reads [out, in]
     scales: Callable[[], Float[np.ndarray, "out groups"]]
     zeros: Callable[[], Int[np.ndarray, "out groups"]] | None = None
     groups: Callable[[], Int32[np.ndarray, " in"]] | None = None
@@ -52,7 +48,7 @@ class Matrix:
 
     @property
     def middle(self) -> int:
-        """The code of zero where there are no zero points."""
+        """The code of zero if there are no zero points."""
         return 1 << (self.bits - 1)
 
     def order(self) -> Int32[np.ndarray, " in"] | None:
@@ -87,7 +83,7 @@ class Method(Protocol):
     """A format of quantised folders, with the settings of one folder."""
 
     def matrices(self, source: WeightSource, found: Found) -> None:
-        """Add every quantised weight of a folder to `found`, or what is wrong with it."""
+        """Add every quantised weight of a folder, or its problem, to `found`."""
         ...
 
 
@@ -119,7 +115,7 @@ class Found:
                 self.matrices[module] = made
 
     def sizes(self, module: str, last: str) -> tuple[int, int] | None:
-        """Return the two sizes of a tensor, or None after a note of what is wrong with it."""
+        """Return the two sizes of a tensor; None after recording its problem."""
         name = f"{module}.{last}"
         shape = self.shapes.get(name)
         if shape is None:
@@ -131,7 +127,7 @@ class Found:
         return None
 
     def wrong_shapes(self, module: str, wanted: Mapping[str, Sequence[int]]) -> bool:
-        """Note tensors of a module that are missing or misshapen; return whether there are any."""
+        """Record missing or misshapen tensors of a module; return whether there are any."""
         problems = []
         for last, shape in wanted.items():
             found = self.shapes.get(f"{module}.{last}")
@@ -143,7 +139,7 @@ class Found:
         return bool(problems)
 
     def uneven_groups(self, module: str, num_inputs: int, group: int, bits: int) -> bool:
-        """Note a group that does not divide a module's inputs; return whether that is so."""
+        """Return whether a group does not divide a module's inputs, and record it."""
         if num_inputs % group == 0 and group % (32 // bits) == 0:
             return False
         self.problems.append(
@@ -169,6 +165,6 @@ def unpacked(
 
 
 def whole_number(given: Mapping[str, Any], name: str) -> int | None:
-    """Return a setting that is a whole number; None if it is missing or something else."""
+    """Return a setting that is a whole number; None if it is missing or not one."""
     value = given.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
