@@ -122,7 +122,7 @@ class ProcessGroup:
     def address(self) -> str:
         """The IP address at which the other processes reach this one."""
         addresses = map(_own_address, self._connections.values())
-        # The leader may have followers on its own host and on others.
+        # The leader may have followers on its own host and on other hosts.
         return max(addresses, key=lambda address: not address.startswith("127."))
 
     # ---- messages ----

@@ -67,8 +67,8 @@ def build_executor(
     """Size and allocate a page pool and slots, compile, and return the executor.
 
     The parameters are the whole model's, on their devices unless it has stages. All processes of
-    `group` share them and make the same calls; `processes` are those of the encode group and of the
-    decode group, None for one group.
+    `group` share them and make the same calls; it is None if this process has all parameters.
+    `processes` are those of the encode group and of the decode group, None for one group.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -121,8 +121,8 @@ def _build_whole(
     spec: ExecutorSpec, params: Any, group: ProcessGroup | None, processes: Processes | None
 ) -> tuple[ModelExecutor, PoolSize]:
     graphdef, model_config, options = spec.graphdef, spec.model_config, spec.options
-    # Parameters are committed to their devices, like an update's; otherwise an
-    # update compiles again.
+    # Parameters are committed to their devices, like an update's; otherwise an update would compile
+    # again.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:

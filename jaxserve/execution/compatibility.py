@@ -78,7 +78,7 @@ def check_slot_states(
                 f"{name} for a model with recurrent layers: their states are on one device; omit "
                 "mesh, or pass one with a data axis alone"
             )
-    # Host pages, which have no states.
+    # Options for host pages, which have no states.
     given = {
         name: getattr(options, name)
         for name in ("host_memory", "disk_memory", "restore")

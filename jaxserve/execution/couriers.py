@@ -48,7 +48,7 @@ _PagesOnHost = tuple[tuple[int, ...], list[list[np.ndarray]]]
 # them; or a str, the reason for which they are lost.
 Outcome = tuple[_PagesOnHost, ...] | str
 
-# What processes pull from each other at the start.
+# An array that processes pull from each other at the start.
 _TRIAL = np.arange(16, dtype=np.int32)
 _POLL_S = 0.01
 

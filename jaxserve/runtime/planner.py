@@ -306,7 +306,7 @@ class Planner:
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
         planner = self._planner(policies, max_wait_s, max_pause_s)
-        # Answers may have ended while step times were measured, the long ones of the queue then.
+        # Answers, mostly long ones, may have ended while step times were measured.
         used = self._observed.newest() if lengths is None else _answers(lengths)
         task = task_of(used) if given is None else given
         has_classes = self._heeds_bounds and any(a.bounds != LatencyBounds() for a in used)
@@ -397,7 +397,7 @@ class Planner:
         times = self.timings.step_times(max_wait_s)
         player = self._player
         if player is None or player.times is not times:
-            # Unlike the executor's, this one has the pool's pages while the runtime is asleep.
+            # The scheduler's configuration, unlike the executor's, keeps the pool's pages in sleep.
             scheduler = self._replicas.first.engine.scheduler
             player = self._player = Player(times, policy, lambda: scheduler.config)
         return planner_of(player, families)

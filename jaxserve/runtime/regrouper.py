@@ -78,7 +78,7 @@ class Regrouper:
     serve as before. If that fails too, the engine fails.
 
     One thread at a time may call `move`; any thread may call `options`. The lock `placing` is held
-    while weights are placed, so that no devices move between groups.
+    while weights are placed, so that no devices move between groups. `executor` has no wrappers.
 
     Attributes:
       num_moves: number of moves so far, which identifies the present groups.

@@ -106,7 +106,7 @@ class Replicas:
     """The replicas of one runtime, to which requests are routed. It is thread-safe.
 
     When one engine fails, all later requests fail; requests that run on other engines end as usual.
-    The caller closes the executors afterwards.
+    The executors have had their warm-up; the caller closes them afterwards.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.

@@ -195,8 +195,8 @@ class Service(Protocol):
     def stats(self, *, wait: bool = True) -> RuntimeStats:
         """Return a snapshot of the counters.
 
-        A `Fleet` has counters only while a replica serves. Until then the call waits, or raises
-        ReplicaDiedError with wait=False.
+        A `Fleet` has counters only while a replica serves; otherwise the call waits for one. It
+        raises ReplicaDiedError if none will serve again, or if none serves now and `wait` is False.
         """
         ...
 

@@ -16,7 +16,7 @@ from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.replicas import Replica
 
-# What an update does to the KV of requests that continue.
+# Treatment of the KV of requests that continue after an update.
 KV = Literal["recompute", "keep"]
 _MAX_VERSION = 2**63 - 1
 
