@@ -117,11 +117,9 @@ def open_service(
 ) -> Service:
     """Open the service that the options describe. Progress bars go to stderr.
 
-    Args:
-      replicas: number of processes; 1 opens a `Runtime`, more open a `Fleet`.
-      roles: numbers of replicas by role, see `roles_of`; they open a `Fleet`, too.
-      settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
-        option at its default.
+    More than one of `replicas`, or any `roles` (see `roles_of`), open a `Fleet`; otherwise a
+    `Runtime` opens. `settings` are arguments of `_open_runtime`, `Runtime.from_pretrained` or
+    `Fleet`; None leaves an option at its default.
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":

@@ -46,9 +46,8 @@ ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 class ProbeSettings:
     """Settings of a probe's training, stored with it.
 
-    Attributes:
-      layer: number of layers before the activations that the probe reads; None for half of them.
-      max_answers: number of the data's first answers to use; None for all.
+    The probe reads activations after `layer` layers (None: half of them), along the first
+    `max_answers` answers of the data (None: all).
     """
 
     data: str

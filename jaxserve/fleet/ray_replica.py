@@ -353,10 +353,8 @@ def is_over(error: JaxserveError | None) -> TypeGuard[JaxserveError]:
 class RayReplica:
     """A `ReplicaProcess` in a Ray actor: Ray assigns devices, moves data and detects deaths.
 
-    Args:
-      model, options: see `Runtime.from_pretrained`; files are read on the actor's machine.
-      tensor_parallel: number of the actor's devices over which the model is split.
-      num_cpus, num_gpus: number that Ray reserves for the actor.
+    The actor's machine reads the model's files. The model is split over `tensor_parallel` of the
+    actor's devices; Ray reserves `num_cpus` and `num_gpus` for the actor.
     """
 
     def __init__(

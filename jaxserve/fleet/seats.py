@@ -23,11 +23,9 @@ _MAX_STARTS = 3
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FleetUpdate:
-    """New weights for every replica.
+    """New weights for every replica; `source` is as `ReplicaProcess.prepare_params` takes it.
 
-    Attributes:
-      source: as `ReplicaProcess.prepare_params` takes it.
-      paths: the parameters that it has; None if they are unknown.
+    `paths` are the parameters that it has; None if they are unknown.
     """
 
     source: Any
@@ -192,12 +190,8 @@ class Seat:
 class Seats:
     """The seats of a fleet. A replica that dies is replaced by a new process, with its weights.
 
-    Its coroutines, and all state, belong to the thread of one asyncio loop.
-
-    Args:
-      make_replica: returns a new replica; it must not wait.
-      roles: the role of each seat.
-      on_death: called with the index of a seat whose replica has died.
+    Its coroutines, and all state, belong to the thread of one asyncio loop. `make_replica` returns
+    a new replica and must not wait; `on_death` gets the index of a seat whose replica has died.
     """
 
     def __init__(

@@ -49,14 +49,10 @@ class Job:
 class Exchange:
     """The requests of the service that answer one HTTP request. Use it on the event loop.
 
-    Args:
-      reply_id: id of the answer, and of the first prompt's request in the service; the ids of
-        further prompts add their number.
-      at_once: make the prompts on the event loop (see `routes.common.is_short`).
-      status_s: seconds without a piece after which a stream sends its status.
-
-    Attributes:
-      jobs: the prompts, in the order of the request; known after `start`.
+    `reply_id` is the id of the answer, and of the first prompt's request in the service; the ids of
+    further prompts add their number. With `at_once`, prompts are made on the event loop (see
+    `routes.common.is_short`). A stream sends its status after `status_s` seconds without a piece.
+    `jobs` are the prompts, in the order of the request; known after `start`.
     """
 
     def __init__(

@@ -55,11 +55,8 @@ _LABELS = ("model_name", "engine")
 class Metrics:
     """The metrics of one server. It counts requests itself; times are the engine's.
 
-    Args:
-      stats: returns the counters of the service; None while there are none.
-
-    Attributes:
-      pace_s: recent seconds between tokens of an answer; None before there are any.
+    `stats` returns the counters of the service; None while there are none. `pace_s` is the recent
+    seconds between tokens of an answer; None before there are any.
     """
 
     def __init__(self, model_name: str, prefix: str, stats: Callable[[], RuntimeStats | None]):

@@ -31,8 +31,7 @@ from jaxserve.server.schema import (
 class Tools:
     """The tools of a request, and how they may be called (`may_be_several`: `parallel_tool_calls`).
 
-    Raises:
-      RefusedError: `tool_choice` names no tool, or tools are not supported here.
+    Raise `RefusedError` if `tool_choice` names no tool, or tools are not supported here.
     """
 
     def __init__(

@@ -29,9 +29,8 @@ from jaxserve.server.tracing import trace_here
 class TurnExchange:
     """The next turn of a conversation. Use it on the event loop.
 
-    Args:
-      said: the new messages; the service has the earlier ones.
-      instructions: the system message of a new conversation; None keeps the existing one.
+    `said` are the new messages; the service has the earlier ones. `instructions` are the system
+    message of a new conversation; None keeps the existing one.
     """
 
     def __init__(

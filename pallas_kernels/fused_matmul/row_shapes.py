@@ -16,11 +16,9 @@ from pallas_kernels.matmul import matmul
 @final
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A product of a layer, or of a model's head.
+    """A product of a layer, or of a model's head (`is_head`), whose result is in float32.
 
-    Attributes:
-      is_transposed: the weight is the embedding [columns, inputs] (of a head).
-      is_head: the result is in float32.
+    With `is_transposed`, the weight is the embedding [columns, inputs].
     """
 
     name: str

@@ -93,12 +93,10 @@ def fused_matmul(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The static parameters of the kernel.
+    """The static parameters of the kernel: `tile` tokens (with padding) and `width` columns per
+    program.
 
-    Attributes:
-      columns: number of the result's columns.
-      parts: 2 for a gate and what it multiplies, otherwise 1.
-      tile, width: tokens (with padding) and columns of a program.
+    `columns` counts the result's columns; `parts` is 2 for a gate and what it multiplies, else 1.
     """
 
     tokens: int

@@ -110,11 +110,10 @@ class Column:
 @final
 @dataclass(frozen=True)
 class TaskColumns:
-    """The meaning of the columns of `rows` in `gated_tasks`.
+    """The meaning of the columns of `rows` in `gated_tasks`; `outputs` are the slots of the new h
+    and c.
 
-    Attributes:
-      word_of: column of tokens -> column with the token itself, for rows with a negative slot.
-      outputs: columns of the slots of the new h and c.
+    `word_of`: column of tokens -> column with the token itself, for rows with a negative slot.
     """
 
     word_of: Mapping[int, int]

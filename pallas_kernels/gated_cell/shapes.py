@@ -20,10 +20,8 @@ from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 class GatedShape:
     """A task of a cell whose states are in a pool of slots.
 
-    Attributes:
-      batch: rows of the task.
-      width: width of an embedding, for kinds that read one.
-      num_slots: rows of the pool, and of the table of embeddings.
+    `batch` rows of the task; `num_slots` rows of the pool, and of the table of embeddings, which
+    are `width` wide for kinds that read one.
     """
 
     kind: Kind

@@ -18,9 +18,7 @@ from pallas_kernels.kv_write.operands import LARGEST
 class WriteShape:
     """A step's write into a cache [layers, pages, kv_heads, page_size, head_dim].
 
-    Attributes:
-      rotated: number of rotated dimensions of a head; 0 for a model without rotary embeddings.
-      page_dtype: dtype of the pages; 8-bit pages have scales.
+    `rotated` is 0 for a model without rotary embeddings; 8-bit pages have scales.
     """
 
     name: str

@@ -106,13 +106,10 @@ def rowwise_product(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The static parameters of the kernel.
+    """The static parameters of the kernel: `tile` tokens and `width` columns per program.
 
-    Attributes:
-      columns: number of the result's columns.
-      parts: 2 for a gate and what it multiplies, otherwise 1.
-      tile, width: tokens and columns of a program.
-      block: inputs that are multiplied at a time.
+    `columns` counts the result's columns; `parts` is 2 for a gate and what it multiplies, else 1;
+    `block` inputs are multiplied at a time.
     """
 
     tokens: int

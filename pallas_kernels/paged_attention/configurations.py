@@ -39,11 +39,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A kind of call.
+    """A kind of call; `options` are arguments of `paged_attention`, and `has_alibi`.
 
-    Attributes:
-      options: keyword arguments of `paged_attention`, and `has_alibi`.
-      chunk_invariant: whether the split kernel takes all rows.
+    With `chunk_invariant`, the split kernel takes all rows.
     """
 
     head_dim: int

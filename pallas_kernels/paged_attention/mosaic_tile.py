@@ -95,11 +95,9 @@ _REGISTERS = (240, 24)
 class TileKernel:
     """The static parameters of the kernel, and its call.
 
-    Attributes:
-      block_keys: keys per loop iteration.
-      part_keys: keys per copy: those of a page or of a block, whichever is fewer.
-      num_stages: number of blocks of keys, and of values, in shared memory.
-      programs: number of programs of the grid.
+    An iteration has `block_keys` keys, copied `part_keys` at a time (those of a page or of a block,
+    whichever is fewer). Shared memory has `num_stages` blocks of keys, and as many of values. The
+    grid has `programs` programs.
     """
 
     scale: float

@@ -40,11 +40,7 @@ class Launch:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """The compilation of the Triton kernels.
-
-    Attributes:
-      block_keys: keys per loop iteration.
-    """
+    """The compilation of the Triton kernels, with `block_keys` keys per loop iteration."""
 
     block_keys: int = 64
     tile: Launch = Launch(num_warps=4, num_stages=3)
@@ -57,10 +53,8 @@ class Launches:
 class Warpgroups:
     """The loops of Mosaic's kernels over keys; two warpgroups share a tile's queries.
 
-    Attributes:
-      block_keys: keys per loop iteration of the tile kernel.
-      num_stages: blocks of keys, and blocks of values, in shared memory.
-      split_block_keys, split_stages: those of the split kernel.
+    An iteration has `block_keys` keys (tile kernel) or `split_block_keys` (split kernel). Shared
+    memory has `num_stages` or `split_stages` blocks of keys, and as many of values.
     """
 
     NUM = 2

@@ -15,12 +15,10 @@ from pallas_kernels.paged_attention.operands import Rows
 @final
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """A ragged batch.
+    """A ragged batch; `rows` are (number of queries, context length in tokens).
 
-    Attributes:
-      rows: (number of queries, context length in tokens) of each row; the queries are the last
-        tokens of the context.
-      page_table_width: in pages; raised to what the longest context needs.
+    The queries are the last tokens of the context. `page_table_width`, in pages, is raised to what
+    the longest context needs.
     """
 
     name: str

@@ -104,10 +104,8 @@ def planned_tiling(
 ) -> Tiling | None:
     """Return the tiling of a model on a JAX device; None if no kernel there needs a plan.
 
-    Args:
-      implementation: as in `paged_attention`; None for the platform's choice.
-      dtype, page_dtype: dtypes of queries and pages.
-      chunk_invariant, heads: see `tiling_for`; `heads` are kv_heads, group and head_dim.
+    `implementation` is as in `paged_attention`; `dtype` is that of queries, `page_dtype` that of
+    pages; `heads` are kv_heads, group and head_dim, see `tiling_for`.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
     kinds = [name.removesuffix("_interpreted") for name in names]
