@@ -510,9 +510,7 @@ class Conversations:
         return opened
 
     def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
-        """Begin a conversation for `Conversation.fork`; InvalidConfigError if the id is invalid or
-        used.
-        """
+        """Begin a conversation for `fork`; InvalidConfigError for an invalid or used id."""
         id = _checked_id(id)
         with self._lock:
             if id in self._open or self.journal.find(id) is not None:

@@ -61,9 +61,7 @@ CREATE TABLE unwiped (since_s REAL NOT NULL);
 
 
 def check_journal(path: str | Path | None) -> None:
-    """Raise JournalError, or a subclass, for a journal that cannot be used, before slow work
-    begins.
-    """
+    """Raise JournalError, or a subclass, early for a journal that cannot be used."""
     if path is not None:
         Journal(path).close()
 

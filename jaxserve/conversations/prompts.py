@@ -157,9 +157,7 @@ def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def as_messages(said: Any) -> tuple[Message, ...]:
-    """Return a copy of the messages as plain JSON; InvalidRequestError if they are not JSON
-    objects.
-    """
+    """Return a copy as plain JSON; InvalidRequestError unless they are JSON objects."""
     try:
         plain = json.loads(json.dumps(list(said), allow_nan=False))
         json.dumps(plain, ensure_ascii=False).encode()

@@ -144,10 +144,7 @@ class Answer:
         self._emit(sequence, new, self._new_estimate(sequence, scheduler))
 
     def settle(self, keep: Callable[[Request, Completion], None]) -> bool:
-        """Resolve the future if every sample has ended; return whether every sample has.
-
-        `keep` is called with the request and its completion before the future is resolved.
-        """
+        """Return whether every sample has ended; if so, call `keep`, then resolve the future."""
         if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
             return False
         for sequence in self.sequences:

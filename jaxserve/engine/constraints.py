@@ -116,7 +116,7 @@ class Constraints:
         return replace(plan, masks=self._grammars.masks(tuple(rows), matchers))
 
     def take_in(self, plan: StepPlan, news: Seq[Progress]) -> None:
-        """Follow the tokens of a step with masks, which end sequences or force others."""
+        """Follow the tokens of a step with masks, which end sequences or force tokens."""
         assert plan.masks is not None, "a step without masks"
         plan.masks.words()  # their threads use the matchers until then
         proposed = {row.sequence_key: len(row.proposed) for row in plan.rows if row.proposed}
@@ -144,7 +144,7 @@ class Constraints:
             self._go_on(followed)
 
     def _go_on(self, followed: _Followed) -> None:
-        """Append forced tokens, and end the sequence where nothing can follow."""
+        """Append forced tokens, and end the sequence if nothing can follow."""
         sequence, matcher = followed.sequence, followed.matcher
         num_known = len(sequence.output)
         if sequence.request.params.logprobs is None and not matcher.is_complete:
@@ -175,9 +175,7 @@ class Constraints:
         scheduler.speculation.suggest(sequence, found)
 
     def _share(self, sequence: Sequence) -> int:
-        """Return a running sequence's even share of a step's proposals; the first ones get the
-        rest.
-        """
+        """Return a running sequence's even share of a step's proposals."""
         running, config = self._scheduler.running, self._scheduler.config
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
         if most < 1:  # with many sequences, or without speculation

@@ -256,10 +256,7 @@ class DeviceLoop(Generic[_Job]):
             self._one_pause.release()
 
     def fail(self, error: JaxserveError) -> None:
-        """End the loop with an error, for instance because a pause has broken its device.
-
-        Every job ends with this error, after a pause if there is one, and later calls raise it.
-        """
+        """End the loop, after a pause if there is one; every job and later call gets this error."""
         with self._changed:
             if self._failure is None:
                 self._failure = error

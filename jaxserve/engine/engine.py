@@ -293,10 +293,7 @@ class Engine:
             self._kv.close()
 
     def adopt(self, iteration: IterationShape[Any]) -> None:
-        """Plan by another iteration shape or other settings, as `Scheduler.adopt` does.
-
-        Call it between two steps, which may be in flight. No request is lost or preempted.
-        """
+        """Plan by another iteration shape, between two steps, as `Scheduler.adopt` does."""
         self.scheduler.adopt(iteration)
 
     def resize(self, num_pages: int) -> None:
@@ -317,7 +314,7 @@ class Engine:
     def drop_kv(self) -> int:
         """Drop all KV for recomputation; return the number of computed tokens lost.
 
-        Call `drain` first. Sequences keep their tokens. Those that ran wait in front of the others.
+        Call `drain` first. Sequences keep their tokens; those that ran wait before the other ones.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         num_tokens = restart_computed(self.scheduler)
@@ -365,10 +362,7 @@ class Engine:
         return news
 
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
-        """Continue after the loss of steps, without KV; nothing is in flight.
-
-        `error` is raised unless it is for lack of memory and the executor can continue.
-        """
+        """Continue without KV after lost steps; raise `error` unless memory was too small."""
         if not is_out_of_memory(error) or not self._executor.reset():
             raise error
         self.stats.after_loss(len(lost))
@@ -414,7 +408,7 @@ def restart_awaiting(scheduler: Scheduler) -> None:
 def fail_and_restart(
     scheduler: Scheduler, news: Iterable[Progress], rows: Iterable[Row], error: Exception
 ) -> None:
-    """Fail the sequences in rows of a step without memory, and recompute all others.
+    """Fail the sequences in rows of a step without memory, and recompute all other ones.
 
     If the host's memory ran out, none fails: without host pages they can be computed. `news` is
     that of all lost steps, this one included.

@@ -254,11 +254,7 @@ def references_of(node: Node) -> list[str]:
 
 
 def lark_of(text: str) -> str:
-    """Return a grammar in GBNF as one in llguidance's Lark that matches the same texts.
-
-    Raises:
-      ValueError: it is not in GBNF, or a rule that it refers to is missing.
-    """
+    """Return a grammar in GBNF as one in llguidance's Lark; raise ValueError as `rules_of` does."""
     rules = rules_of(text)
     terminals = _terminals(rules) if len(rules) <= _MAX_RULES else None
     if terminals is not None and not _is_unambiguous(rules, terminals):

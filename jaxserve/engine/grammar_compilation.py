@@ -266,9 +266,7 @@ class _Trial:
         self._start = start
 
     def compiles(self, grammar: str, timeout_s: float) -> bool:
-        """Return whether the process has compiled a grammar, rather than ended; TimeoutError if
-        neither.
-        """
+        """Return whether the process compiled a grammar, or ended; TimeoutError if neither."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         with suppress(BrokenPipeError):

@@ -24,11 +24,7 @@ _C = TypeVar("_C", bound=_Ended)
 
 @final
 class PendingRequest(Generic[_C]):
-    """A submitted request.
-
-    Attributes:
-      future: resolves to the completion; that of a failed request has an error.
-    """
+    """A submitted request. Its `future` resolves to a completion, with an error if it failed."""
 
     def __init__(self, request_id: str, future: Future[_C], cancel: Callable[[str], None]):
         self.request_id = request_id

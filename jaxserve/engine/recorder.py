@@ -209,10 +209,7 @@ class Recorder:
         )
 
     def step_collected(self, index: int, now_s: float) -> float:
-        """Record that a step was collected; return the most seconds that the devices took for it.
-
-        They count since its submission, or since the collection of the step before it in its group.
-        """
+        """Record that a step was collected; return the most seconds that it took its devices."""
         step = self._in_flight.pop(index)(collected_s=now_s)
         self._records.add_step(step)
         before_s = self._collected_s.get(step.group, 0.0)

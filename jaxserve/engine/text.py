@@ -49,9 +49,7 @@ class TextAssembler:
         self._num_known = 0
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """Append tokens; return how many complete a stop string, before which the text ends, or
-        None.
-        """
+        """Append tokens; return how many complete a stop string, which the text ends before."""
         if not self._stops:
             self.text += self._decoder.push(token_ids)
             return None

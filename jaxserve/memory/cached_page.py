@@ -184,7 +184,7 @@ class Branch:
         self.is_awaited = False
 
     def shared_pages(self) -> list[CachedPage]:
-        """Return the pages of `shared` that are resident; the others are dropped."""
+        """Return the pages of `shared` that are resident; drop the rest."""
         self.shared = [page for page in self.shared if page.is_resident]
         return self.shared
 

@@ -317,10 +317,9 @@ class DiskTier:
             self._wait_until(lambda: not (self._reads or self._writes or self._is_busy))
 
     def close(self) -> None:
-        """Finish the pending writes and stop the thread; the files stay.
+        """Finish the pending writes, unless the disk hangs, and stop the thread; the files stay.
 
-        Ctrl-C ends this after the file that is being written. It does not wait for a disk that
-        hangs.
+        Ctrl-C ends this after the file that is being written.
         """
         with self._changed:
             self._is_closing = True

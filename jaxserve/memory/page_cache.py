@@ -156,8 +156,7 @@ class PageCache:
     # ---- what comes ----
 
     def add(self, device_page: int, index: int, key: bytes | None, branch: Branch) -> CachedPage:
-        """Cache an owned page, which is no longer written, unless another page has the same
-        contents.
+        """Cache an owned page, now final, unless another page has the same contents.
 
         `key` is None while some of its tokens have not been read; `set_key` follows then.
         """

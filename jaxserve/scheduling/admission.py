@@ -142,10 +142,9 @@ class Predicted:
 @final
 @dataclass(frozen=True)
 class Oracle:
-    """Reserve exactly what the answer will need, by its forced length.
+    """Reserve exactly what the answer will need, by its forced length, or else up to its limit.
 
-    No prediction of lengths can do better. An answer without a forced length is reserved to its
-    limit.
+    No prediction of lengths can do better.
     """
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:

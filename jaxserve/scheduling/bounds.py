@@ -81,7 +81,7 @@ def too_late(
     pace: Pace | None,
     now_s: float,
 ) -> BoundNotMetError | None:
-    """Return the error of a request that would miss a bound if it began now; None otherwise.
+    """Return the error of a request that would miss a bound if it began now, or None.
 
     If `pace` is None, it is too late when a bound has passed.
     """

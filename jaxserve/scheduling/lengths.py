@@ -52,9 +52,7 @@ class LengthEstimate:
         return self.at + self.prediction.mean_length
 
     def percentile(self, level: float, num_outputs: int) -> int:
-        """Return the length that a share `level` of answers with `num_outputs` tokens do not
-        exceed.
-        """
+        """Return the length that a share `level` of answers with `num_outputs` tokens keep."""
         lengths = self.prediction.distribution
         return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
 
@@ -63,9 +61,7 @@ class LengthEstimate:
         return float(lengths.expected_remaining(num_outputs - self.at)[0])
 
     def quantile(self, miss_rate: float, num_outputs: int) -> int:
-        """Return a length that at most `miss_rate` of answers outgrow after `num_outputs`, at least
-        `at`.
-        """
+        """Return a length that at most `miss_rate` of answers outgrow after `num_outputs`."""
         known = self._quantile
         if known is None or known[:2] != (miss_rate, num_outputs):
             length = self.at + self.prediction.quantile(miss_rate, num_outputs - self.at)
@@ -76,10 +72,7 @@ class LengthEstimate:
 @final
 @dataclass(frozen=True)
 class MemoryUse:
-    """Tokens in memory at future times, which depend on when sequences end.
-
-    `mean` and `variance` [times] are over the lengths of the sequences.
-    """
+    """Tokens in memory at future times [times], over the possible lengths of the sequences."""
 
     mean: np.ndarray
     variance: np.ndarray
@@ -144,8 +137,7 @@ class Forecast:
     def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
         """Return the memory in use until `longest`, with `held` tokens of each in memory now.
 
-        A sequence that ends frees its memory, so the peak is far below the sum of the final
-        lengths.
+        A sequence that ends frees its memory, so the peak is below the sum of final lengths.
         """
         used, free = self._memory(held, longest)
         return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
@@ -286,10 +278,7 @@ class LengthTracker:
             self._table.drop(sequence.key)
 
     def refine(self, plan: StepPlan, result: StepResult, rows: Seq[tuple[int, Sequence]]) -> None:
-        """Apply the probe's readings of a step whose tokens were appended.
-
-        `rows` has indices of rows in the plan, each with its sequence.
-        """
+        """Apply the probe's readings of a step, at these indices of its rows, after its tokens."""
         logits = result.remaining
         if self._refinement is None or logits is None or self._has_failed:
             return

@@ -64,8 +64,7 @@ def outlooks(
 
 
 class ExpectedQueue(NamedTuple):
-    """When sequences begin and end, in iterations from now: running ones (0), then waiting in
-    order.
+    """When sequences, running ones first, begin and end, in iterations from now.
 
     `tokens` are the output tokens still to come of each.
     """

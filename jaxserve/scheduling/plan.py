@@ -67,10 +67,7 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Handover:
-    """KV of one sequence that moves between device groups.
-
-    A page has the same number in the memory of every group.
-    """
+    """KV of one sequence that moves between device groups; pages have the same number in each."""
 
     sequence_key: int
     source: int

@@ -123,8 +123,7 @@ class Preemption(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its KV is swapped out to the host, if there is room and that costs less than
-        computing.
+        """Whether its KV is swapped out, if the host has room and that costs less than recomputing.
 
         Otherwise it is recomputed.
         """

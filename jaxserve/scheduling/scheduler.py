@@ -75,7 +75,7 @@ def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int
 
 
 def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
-    """Store the log-probabilities of the prompt tokens that follow those of a prefill row.
+    """Store the log-probabilities of the prompt tokens after those of a prefill row.
 
     A prompt that is recomputed keeps the first ones, of the weights that the answer began with.
     """
@@ -189,10 +189,7 @@ class Scheduler:
     # ---- requests ----
 
     def add(self, request: Request) -> list[Sequence]:
-        """Put a request's samples into the waiting pool.
-
-        A request that was checked against a larger pool, and does not fit this one, fails at once.
-        """
+        """Put a request's samples into the waiting pool; they fail if the pool is now too small."""
         self._queues.arrivals.note(self._clock.now(), is_busy=self.has_work)
         limit = max_length(request, self.config)
         samples: list[Sequence] = []

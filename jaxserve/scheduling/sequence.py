@@ -31,7 +31,7 @@ class SequenceTimes:
     finished_s: float | None = None
 
     def end(self, now_s: float, *, has_output: bool) -> None:
-        """Set the time of the end, and of the first token where all tokens were forced."""
+        """Set the time of the end, and of the first token if all tokens were forced."""
         self.finished_s = now_s
         if has_output and self.first_token_s is None:
             self.first_token_s = now_s
@@ -127,9 +127,7 @@ class Sequence:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a token may be planned: its pages are on the device, and its limit is not
-        reached.
-        """
+        """Whether a token may be planned: its pages are resident, and it is below its limit."""
         if self.kv.awaits is not None or (self.request.awaits_tokens and self.awaits_token):
             return False
         return not self.falls_short or self.planned_length < self.max_length

@@ -54,7 +54,7 @@ class SlotTable:
         self._live ^= 1 << slot
 
     def window(self, min_size: int = 0) -> tuple[int, int]:
-        """Return (start, size) of the smallest compiled window over every live slot.
+        """Return (start, size) of the smallest compiled window over all live slots.
 
         It spans at least `min_size` slots, those before the live ones first.
         """
@@ -73,10 +73,7 @@ class SlotTable:
         return None
 
     def compact(self) -> list[tuple[int, int]]:
-        """Move the live slots into the smallest window for their number; return (from, to).
-
-        Nothing moves unless that makes the decode window smaller.
-        """
+        """Move the live slots into the smallest window, if that is smaller; return (from, to)."""
         if not self._live:
             return []
         size = bucket(self.num_live, self._buckets)

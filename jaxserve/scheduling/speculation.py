@@ -107,7 +107,7 @@ class Speculation:
     def next_loop(self, sequences: Seq[Sequence]) -> Speculating | None:
         """Return how the next loop of these sequences speculates; None for not at all.
 
-        A sequence that has not taken part in such a loop gets a trial, whatever others showed.
+        A sequence that has not taken part in such a loop gets a trial in any case.
         """
         num_rows = len(sequences)
         if num_rows > self._most_rows:
@@ -181,7 +181,7 @@ class _Times:
         return median(self._wide_s) / median(self._plain_s)
 
     def next_loop(self, num_rows: int, most: int) -> Speculating | None:
-        if self._num_until_timing <= 0:  # one is enough, although others may follow it in flight
+        if self._num_until_timing <= 0:  # one is enough, although more may follow it in flight
             self._num_until_timing = _LOOPS_BETWEEN_TIMINGS
             return None
         if self._num_without > 0:
@@ -200,10 +200,7 @@ class _Times:
         self._num_without = self._most_without = 0
 
     def learn_whether_it_paid(self, num_iterations: int, num_wide: int, tokens: float) -> None:
-        """Run later loops without proposals for a while if they did not pay in one.
-
-        `tokens` is the mean that a row got in an iteration.
-        """
+        """Run later loops without proposals for a while if they did not pay in this one."""
         cost = 1.0 + num_wide * (self._cost - 1.0) / max(1, num_iterations)
         if num_wide and tokens >= cost:
             self.forget_that_it_did_not_pay()

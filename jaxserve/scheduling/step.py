@@ -20,10 +20,7 @@ from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 
 @final
 class StepRows:
-    """The rows of a step that is being planned, in order.
-
-    The host's `num_proposed` tokens each take a row of the batch.
-    """
+    """The rows of a step in order; each of the host's `num_proposed` tokens takes one, too."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -118,7 +115,7 @@ class Victims:
         self._ranked = None
 
     def next(self, running: Seq[Sequence], have_rows: Collection[Sequence]) -> Sequence:
-        """Return the sequence to preempt: the first running one if all others have rows."""
+        """Return the sequence to preempt: the first running one if all other ones have rows."""
         if self._ranked is None:
             candidates = [each for each in running[1:] if each not in have_rows]
             self._ranked = [*reversed(self._preemption.ranked(candidates, self._lengths))]
@@ -134,7 +131,7 @@ class Victims:
 class Step:
     """Collects rows; every row takes its pages and advances its sequence at once.
 
-    The policy lets the device idle until `wake_s`; None unless it does.
+    The policy lets the device idle until `wake_s`, if it is set.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class Step:
         self._compacts, self._min_rows = True, 0
         self._window: tuple[int, int] | None = None
         self._victims = Victims(policy.preemption, lengths)
-        # Known until a sequence advances, or others run.
+        # Known until a sequence advances, or other ones run.
         self._decoding_and_prefilling: tuple[Seq[Sequence], Seq[Sequence]] | None = None
 
     @property
@@ -473,7 +470,7 @@ class Step:
         return decoding
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
-        """Own the pages for `length` tokens, preempting others for them."""
+        """Own the pages for `length` tokens, preempting other sequences for them."""
         if length <= sequence.kv.table.num_tokens:
             return True
         if not self._extends and sequence.kv.table.num_missing(length):

@@ -73,13 +73,12 @@ class _EntryBlock:
 class WaitingPool:
     """Waiting sequences in the policy's order.
 
-    A sequence that does not fit is passed by others as often as the order allows. The sequences are
-    in blocks that know their least pages, so the cost of a search is the number of blocks and one
-    of them, not the number of sequences.
+    A sequence that does not fit is passed by later ones as often as the order allows. The sequences
+    are in blocks that know their least pages, so the cost of a search is the number of blocks and
+    one of them, not the number of sequences.
 
     Args:
       keys: sort keys; a key is computed whenever a sequence begins to wait.
-      max_passes: of the `Order`.
       least_pages: returns the fewest pages that a sequence can begin with. Without tokens in flight
         it does not change while the sequence waits, unless `replace` or `sort` is called.
     """
@@ -168,7 +167,7 @@ class WaitingPool:
             by their least pages.
           awaits: whether a sequence fits but waits for something else; then any other may pass it.
           only_bounded: all without a latency bound of their own wait for something else. Once one
-            of them has fitted, the search passes the others without a look at their memory.
+            of them has fitted, the search passes the rest without a look at their memory.
         """
         passes_unbounded = False
         for block in self._blocks:

@@ -94,10 +94,7 @@ class Restoring:
         return any(sequence.kv.awaits is not None for sequence in self._sequences)
 
     def begin(self, sequence: Sequence, most: int | None) -> None:
-        """Let a sequence that owns its pages wait for them, if no plan can copy all of them.
-
-        A plan makes `most` copies; None if no other sequence waits for them.
-        """
+        """Let a sequence wait for its pages if no plan, of `most` copies, brings them all."""
         incoming = self._cache.incoming
         if most is None:
             self._takes_all = len(incoming) > 0
@@ -106,7 +103,7 @@ class Restoring:
             self._sequences.append(sequence)
 
     def copies(self, most: int) -> PageCopies:
-        """Return the (host page, device page) of the next plan, at most `most` if others wait."""
+        """Return the next plan's (host page, device page), at most `most` if others wait."""
         incoming = self._cache.incoming
         copies = incoming.take(None if self._takes_all else most)
         self._takes_all = False
@@ -225,7 +222,7 @@ class KVManager:
         return self._prefixes.new(request)
 
     def least_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the fewest pages that a waiting sequence could need, whatever others own."""
+        """Return the fewest pages that a waiting sequence can need, with the most sharing."""
         return sequence.kv.table.pages_for(num_tokens) - self._prefixes.most_shared(sequence)
 
     def fits_into(self, sequence: Sequence, num_tokens: int, num_pages: int) -> bool:
@@ -271,7 +268,7 @@ class KVManager:
             self._prefixes.computed(sequence)
 
     def compute_newest(self, sequence: Sequence) -> bool:
-        """Record that a plan computes a sequence's newest output token, after all others.
+        """Record that a plan computes a sequence's newest output token, after all other tokens.
 
         Return False, unchanged, if more is left to compute, or a page for it is not owned.
         """
@@ -363,9 +360,7 @@ class KVManager:
             self._prefixes.prefetch(waiting)
 
     def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
-        """Return the next plan's (device page, host page) and, also for sequences that it
-        `admitted`, (host page, device page) copies.
-        """
+        """Return the next plan's copies, out and (also for `admitted` sequences) in."""
         out = self._swap_space.copies_out()
         out += self._cache.copies_out(free_share=self._free_share)
         back = self._swap_space.copies_in(admitted)
@@ -412,9 +407,7 @@ class KVManager:
         self._values.copy_by(copy_s(costs))
 
     def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
-        """Evict all cached pages, mark those of `sequences` as not cached, and use the new weights'
-        keys.
-        """
+        """Evict all cached pages, also from the state of `sequences`, and change the keys."""
         self.weights.change(name)
         for sequence in sequences:
             sequence.kv.weights_changed()

@@ -17,10 +17,9 @@ MAX_LOOKED_AT = 512
 @final
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """The result of the last lookup of a waiting sequence's pages.
+    """The last lookup of a waiting sequence's pages: of `num_keys`, others owned `num_pages`.
 
-    Of `num_keys` leading full pages, other sequences owned `num_pages`, when `PagePool.num_gained`
-    was `num_gained`.
+    `num_gained` is that of `PagePool` at the time.
     """
 
     num_keys: int
@@ -119,9 +118,7 @@ class SequenceKV:
         self._pass_what_is_ahead()
 
     def next_spans(self, num_tokens: int, max_spans: int) -> list[tuple[int, int]]:
-        """Return [start, end) of the next tokens to compute, between cached ones, within both
-        limits.
-        """
+        """Return [start, end) of the next tokens to compute, between cached ones."""
         if not self.ahead and num_tokens and max_spans:
             return [(self.num_computed, self.num_computed + num_tokens)]
         spans: list[tuple[int, int]] = []
