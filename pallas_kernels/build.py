@@ -125,7 +125,7 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
             raise NotImplementedError(f"{compiler} failed with {done.returncode}: {tail}")
         with open(scratch, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
-        os.chmod(scratch, 0o700)  # whatever the compiler made of it under this umask
+        os.chmod(scratch, 0o700)  # independent of what the compiler made of it under this umask
         os.replace(scratch, library)
     except subprocess.TimeoutExpired as error:
         raise NotImplementedError(f"{compiler} took longer than {COMPILE_TIMEOUT_S} s") from error

@@ -117,9 +117,9 @@ def open_service(
 ) -> Service:
     """Open the service that the options describe. Progress bars go to stderr.
 
-    More than one of `replicas`, or any `roles` (see `roles_of`), open a `Fleet`; otherwise a
-    `Runtime` opens. `settings` are arguments of `_open_runtime`, `Runtime.from_pretrained` or
-    `Fleet`; None leaves an option at its default.
+    A `Fleet` opens if there are several `replicas` or any `roles` (see `roles_of`), otherwise a
+    `Runtime`. `settings` are arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`;
+    None leaves an option at its default.
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":

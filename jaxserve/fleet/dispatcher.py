@@ -238,12 +238,10 @@ class Dispatcher:
             )
 
     def submit(self, call: ReplicaCall, sink: PieceSink | None = None) -> Future[Completion]:
-        """Answer a request; return a future of the completion, which has an error if the request
-        fails.
+        """Answer a request; return a future of the completion, which has an error if it fails.
 
         `sink` is called with each piece once, and with an end of every sample, on the dispatcher's
-        thread; it must not wait. Raise `InvalidRequestError` if a request with this id is still
-        running.
+        thread; it must not wait. Raise `InvalidRequestError` if the request's id is still in use.
         """
         with self._lock:
             self._raise_if_closed()

@@ -69,8 +69,9 @@ class Fleet:
     An existing connection to Ray is used and not closed. Without one, the fleet joins the cluster
     of RAY_ADDRESS, or starts Ray on this machine; `close` leaves or stops it.
 
-    After `close`, methods raise `RuntimeClosedError`. Methods that wait for replicas (`stats`,
-    `update_params`, `pause`, `resume`) raise `InvalidRequestError` on the fleet's own thread.
+    After `close`, methods that need a replica raise `RuntimeClosedError`. Those that wait for
+    replicas (`stats`, `update_params`, `pause`, `resume`) raise `InvalidRequestError` on the
+    fleet's own thread.
 
     Raises:
       MissingExtraError: Ray is not installed.
@@ -304,7 +305,6 @@ class Fleet:
         Raises:
           InvalidRequestError: the id or deadline is not allowed, or a request with this id is still
             running.
-          RuntimeClosedError
         """
         check_id(request_id, _OWN_IDS)
         deadline_at_s = deadline_at(deadline_s, self._clock.now())

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
 
 
-# By their paths in the model's state.
+# Arrays by their paths in the model's state.
 HostArrays: TypeAlias = Mapping[tuple[Any, ...], np.ndarray]
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 # Errors of a runtime whose loop has failed or was closed.
 OVER = (EngineFailedError, RuntimeClosedError)
 
-# Maximum number of concurrent requests of one actor. Ray queues the others.
+# Maximum number of concurrent requests of one actor. Ray queues further ones.
 _MAX_OPEN = 4096
 
 

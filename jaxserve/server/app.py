@@ -44,7 +44,7 @@ _CLIENT_GONE = 499
 
 
 class _App(FastAPI):
-    """An application whose OpenAPI document lacks FastAPI's own answer to a bad body."""
+    """An application whose OpenAPI document lacks FastAPI's own response for an invalid body."""
 
     def __init__(self, backend: Backend, **options: Any):
         self.backend = backend

@@ -158,7 +158,7 @@ def kind_of(error: JaxserveError) -> Kind:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error says that a request cannot be served as given, or as often."""
+    """Return whether an error refuses a request as given, or its frequency."""
     return isinstance(error, JaxserveError) and kind_of(error).status < 500
 
 

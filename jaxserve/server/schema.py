@@ -55,8 +55,7 @@ ConversationId = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]+$"
 def checked_json(value: Any) -> Any:
     """Return an object or a list from JSON if it can be written as JSON again, or raise ValueError.
 
-    It cannot if it is nested too deeply, or has text that is not Unicode or a number that JSON
-    lacks.
+    Errors are nesting beyond `MAX_DEPTH`, text that is not Unicode, and numbers such as NaN.
     """
     depth, level = 0, [value]
     while level:

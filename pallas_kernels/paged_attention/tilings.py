@@ -104,8 +104,8 @@ def planned_tiling(
 ) -> Tiling | None:
     """Return the tiling of a model on a JAX device; None if no kernel there needs a plan.
 
-    `implementation` is as in `paged_attention`; `dtype` is that of queries, `page_dtype` that of
-    pages; `heads` are kv_heads, group and head_dim, see `tiling_for`.
+    `implementation` is as in `paged_attention`; queries have `dtype`, pages have `page_dtype`;
+    `heads` are kv_heads, group and head_dim, see `tiling_for`.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
     kinds = [name.removesuffix("_interpreted") for name in names]
