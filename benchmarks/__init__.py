@@ -1,1 +1,1 @@
-"""Measurements. Each prints one JSON object a run, with the matching bound from the same run."""
+"""Measurements. Each run prints one JSON object, with the matching bound from the same run."""

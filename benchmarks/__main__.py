@@ -16,7 +16,7 @@ _SCRIPTS = ("offline/peers/", "cells/peers/", "http/peers/", "planning/host_time
 
 
 def main() -> int:
-    """Print every command and what it is about; return the exit code."""
+    """Print every command with its summary; return the exit code."""
     table = Table("command", "", box=None, header_style="bold", title_justify="left")
     for name, summary in commands():
         table.add_row(f"python -m {name}", summary)
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield the modules that can be run, by their names, and the first words of their docstrings.
+    """Yield the name of each runnable module, and the first words of its docstring.
 
     Modules are read, not imported: some need packages that are not installed.
     """

@@ -1,7 +1,8 @@
 """Tokens a second with adapters and without: `python -m benchmarks.adapters --help`.
 
-The same prompts get answers of the same lengths from a runtime without adapters and from one that
-has some, in turns: no request has one, all have the same one, or 8 and 64 adapters are in a batch.
+The same prompts get answers of the same lengths from a runtime without adapters and from one with
+adapters, in turns: no request has an adapter, all have the same one, or 8 and 64 adapters are in a
+batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SCALE = 0.01
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures without adapters, and with each number of them."""
+    """Return the figures without adapters, and with each number of adapters."""
     counts = [int(count) for count in options.adapters.split(",")]
     if min(counts) < 0 or max(counts) < 1:
         raise InvalidConfigError(
@@ -85,7 +86,6 @@ def _loaded(rt: Runtime, number: int, options: argparse.Namespace) -> float:
 
 
 def _played(rt: Runtime, prompts: list[Any], count: int, output_tokens: int) -> Figures:
-    """Return the figures of one run, with nothing in the prefix cache."""
     rt.forget_kept_pages()
     params = [
         SamplingParams(

@@ -1,9 +1,9 @@
 """Figures 4 to 7 of the Flover paper, measured: `python -m benchmarks.flover --help`.
 
-Section VI with every time scaled to the model at hand: what the paper gives in milliseconds is
-taken relative to the 5,800 ms that one request takes there, and lengths relative to its 512 tokens.
-A repeat takes about a quarter of an hour on two cores. Progress on stderr, one JSON object on
-stdout; docs/benchmarks/papers.md says what each part holds.
+Section VI with every time scaled to this model: the paper's milliseconds are relative to the 5,800
+ms that one request takes there, and lengths relative to its 512 tokens. A repeat takes about a
+quarter of an hour on two cores. Progress on stderr, one JSON object on stdout;
+docs/benchmarks/papers.md says what each part holds.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ class SectionVI:
 
 
 def median_run(runs: Sequence[Mapping[str, Any]]) -> int:
-    """Return the position of the run of median wall time, of two in the middle the faster."""
+    """Return the position of the run of median wall time; of two middle runs, the faster."""
     walls = [run["wall_s"] for run in runs]
     return walls.index(statistics.median_low(walls))
 
 
 def overlap(done: Sequence[Completion]) -> float:
-    """Share of the requests that run at once on average, from the first start to the last end."""
+    """Mean share of the requests that run at once, from the first start to the last end."""
     spans = [
         (item.timing.admitted_s, item.timing.finished_s)
         for item in done

@@ -105,7 +105,7 @@ class Panel:
     """One plot of the thesis.
 
     Attributes:
-      gain: the throughput over stateless serving that the thesis states; None where it does not.
+      gain: the thesis's throughput over stateless serving; None if it gives none.
       bounds: the latency at which the curves end, over the latency bound.
     """
 
@@ -180,7 +180,7 @@ def curve_of(
     """Play rates that rise until p90 is beyond the bound, and one between the last two.
 
     Args:
-      highest: the rate beyond which the conversations do not suffice.
+      highest: the rate beyond which there are too few conversations.
     """
     points: list[Figures] = []
     while not points or sweep.p90(points[-1]) <= bound_s:

@@ -1,8 +1,8 @@
-"""Quality of weights in few bits, beside the unquantised model's: `python -m benchmarks.quality`.
+"""Quality of weights in few bits, against the unquantised model's: `python -m benchmarks.quality`.
 
 Prints one JSON object, and a table on stderr. Texts are first turns of ShareGPT conversations, on
-which nothing here was trained or calibrated. Every token is predicted from those before it in the
-text; docs/quantisation.md says what each figure means.
+which nothing here was trained or calibrated. Every token is predicted from the previous tokens of
+the text; docs/quantisation.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Quality:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The most that a format should cost.
+    """The highest allowed cost of a format.
 
     Attributes:
       perplexity_ratio: the perplexity over the unquantised model's.
@@ -85,7 +85,7 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: float) -> list[str]:
-    """Return what is worse than it should be for a format."""
+    """Return the figures of a format that exceed its limit."""
     limit, found = LIMITS[name], []
     ratio = figures["perplexity"] / unquantised_perplexity
     # Written so that NaN is a problem.
@@ -181,7 +181,7 @@ def _texts(options: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[list[i
 def _measured(
     texts: list[list[int]], reference: LoadedModel, model: LoadedModel
 ) -> tuple[Quality, int]:
-    """Return the figures of a model beside the reference, and the bytes of its weights."""
+    """Return the figures of a model against the reference, and the bytes of its weights."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -1,9 +1,8 @@
-"""Two replicas with roles beside two plain ones: `python -m benchmarks.roles MODEL`.
+"""Two replicas with roles against two plain ones: `python -m benchmarks.roles MODEL`.
 
-Both fleets answer the same random prompts with the same arrivals. Times are those of the caller,
-from the submission on, so that they include what goes from one replica to the other. Each run
-starts a fleet of its own, since the fleets may need the same devices. It needs the extra `fleet`,
-and devices for two replicas.
+Both fleets answer the same random prompts with the same arrivals. Times are the caller's, from the
+submission on, so that they include transfers between replicas. Each run starts its own fleet, since
+the fleets may need the same devices. It needs the extra `fleet`, and devices for two replicas.
 """
 
 from __future__ import annotations

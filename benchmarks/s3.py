@@ -98,7 +98,7 @@ def machines() -> Iterator[tuple[str, RooflineCost]]:
 
 
 def paper_value(model: str, key: str, policy: str) -> float | None:
-    """Return the paper's own number; None where it has none."""
+    """Return the paper's own number; None if it has none."""
     values = PAPER.get(model, {}).get(key)
     if values is None or policy not in PAPER_POLICIES:
         return None
@@ -163,7 +163,7 @@ class Run:
         return replace(PRESETS[self.policy], retention=Stateless())
 
     def _config(self) -> EngineConfig:
-        """Return as many pages as fit beside the weights, and as many on the host."""
+        """Return as many pages as fit next to the weights, and as many on the host."""
         num_pages = self.cost.kv_tokens // PAGE_TOKENS
         return EngineConfig(
             page_size=PAGE_TOKENS,
@@ -179,7 +179,7 @@ class Run:
 def imitated(
     items: Sequence[WorkloadItem], accuracy: float, seed: int
 ) -> list[LengthPrediction | None]:
-    """Return predictions that are right at a rate of `accuracy`, and one bucket off otherwise."""
+    """Return predictions that are right at a rate of `accuracy`, and otherwise one bucket off."""
     rng = np.random.default_rng(seed)
     buckets = LengthBuckets.equal_width(MAX_CONTEXT)
     last = buckets.num - 1

@@ -1,7 +1,7 @@
 """Bytes that sharding plans send, and bubbles of stages: `python -m benchmarks.sharding --help`.
 
-Prints one JSON object: for each plan the bytes that a decode iteration sends beside the least that
-the plan allows, the bubbles of a stage plan's pipeline beside the ideal, and step times. Times mean
+Prints one JSON object: for each plan the bytes that a decode iteration sends and the least that the
+plan allows, the bubbles of a stage plan's pipeline and the ideal, and step times. Times mean
 nothing on forced host devices, which share the cores of the processor; counts and ratios hold.
 """
 
@@ -46,7 +46,7 @@ class Collective:
       kind: its name in HLO, e.g. "all-reduce".
       shapes: of its results on one device.
       num_bytes: of these results.
-      in_branch: whether it lies in a branch of a `lax.cond`, and so runs in some steps only.
+      in_branch: whether it is in a branch of a `lax.cond`, and so runs in some steps only.
     """
 
     kind: str
@@ -207,7 +207,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tensor_traffic(executable: Any, config: LlamaConfig, rows: int, shards: int) -> dict[str, Any]:
-    """Return what one iteration sends, and the least that tensor parallelism allows.
+    """Return the bytes that one iteration sends, and the least that tensor parallelism allows.
 
     The least is two sums a layer, one for the embedding, and the likeliest token of each shard.
     """
@@ -219,7 +219,7 @@ def _tensor_traffic(executable: Any, config: LlamaConfig, rows: int, shards: int
 
 
 def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str, Any]:
-    """Return what one pass of `rows` rows sends from stage to stage, and back as tokens.
+    """Return the bytes that one pass of `rows` rows sends from stage to stage, and back as tokens.
 
     Every device of a stage gets a copy; the least is one copy for each stage.
     """

@@ -1,8 +1,8 @@
 """Tokens a second with and without speculation: `python -m benchmarks.speculation --help`.
 
 The same prompts are answered greedily by a runtime that speculates and by one that does not, in
-turns. Their answers are the same, token for token, which is checked. `--compare` has other engines
-with their own lookup decoding give answers of the same lengths to them.
+turns. Their answers must be the same, token for token, which is checked. With `--compare`, other
+engines with their own lookup decoding answer the same prompts at the same lengths.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ _MOST_PROPOSED = 7
 
 
 def most_by_lookup(prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Return the tokens of an iteration if each computed seven proposals, which cost nothing.
+    """Return an iteration's tokens if each computed seven proposals at no cost.
 
-    So no lookup in the request itself makes this answer faster by more than about this factor.
+    So lookup in the request itself makes this answer faster by at most about this factor.
     """
     lookup, place, num_iterations = HostLookup(prompt), 0, 0
     while place < len(answer):

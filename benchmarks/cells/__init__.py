@@ -1,1 +1,1 @@
-"""Cellular batching beside graph batching: latency against throughput."""
+"""Cellular batching and graph batching: latency against throughput."""

@@ -1,4 +1,4 @@
-"""Cellular batching beside padding and merged graphs: `python -m benchmarks.cells --help`.
+"""Cellular batching against padding and merged graphs: `python -m benchmarks.cells --help`.
 
 Prints one JSON object with latency, queueing and computing at swept rates, for every policy;
 docs/benchmarks/cells.md says what each figure means.
@@ -45,7 +45,7 @@ Play = Callable[[str, float | None], dict[str, Any]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the points of every sweep, and our policy beside the others on each workload."""
+    """Return the points of every sweep, and comparisons of our policy on each workload."""
     names = _chosen(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
@@ -86,8 +86,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    """Print a table of the peaks on stderr."""
-
     def against(figure: str, form: str) -> Callable[[dict[str, Any]], str]:
         def cell(row: dict[str, Any]) -> str:
             found = row[figure].get(row["policy"])
@@ -115,7 +113,6 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    """Return the names of the workloads."""
     chosen = options.applications.split(",")
     for unknown, known in (
         ([name for name in chosen if name not in WORKLOADS], WORKLOADS),
@@ -245,9 +242,10 @@ def _sweep(
     *,
     repeats: int,
 ) -> None:
-    """Play all requests at once, and then rates that rise until each policy is saturated.
+    """Play all requests at once, and then at rising rates until each policy is saturated.
 
-    Policies take turns. All at once, batches are as full as they can be, which matters for buckets.
+    Policies take turns. When all arrive at once, batches are as full as possible, which matters for
+    buckets.
     """
     given = options.policies.split(",") if options.policies else None
     names = [
@@ -284,7 +282,6 @@ def _sweep(
 
 
 def _shares(options: argparse.Namespace) -> Sequence[float]:
-    """Return the shares of `--shares`."""
     if not options.shares:
         return _SHARES
     return numbers(options.shares, "--shares")

@@ -31,7 +31,7 @@ class Workload:
       application: one of `APPLICATIONS`.
       length: of all sentences; None for a distribution.
       longest: the longest sentence of the distribution; None for all.
-      max_batch: of every cell under every policy but merged graphs; None for those of `Sizes`.
+      max_batch: of every cell under every policy except merged graphs; None for those of `Sizes`.
       num_workers: devices. More than one are simulated only.
     """
 
@@ -106,7 +106,7 @@ class CellRequest:
 
     Attributes:
       tokens: the sentence's; empty for a tree.
-      num_output_tokens: tokens of the answer of Seq2Seq, which no policy knows; 0 for others.
+      num_output_tokens: tokens of the answer of Seq2Seq, which no policy knows; 0 otherwise.
     """
 
     tokens: tuple[int, ...] = ()

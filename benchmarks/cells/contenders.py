@@ -1,4 +1,4 @@
-"""The policies of a sweep, and the compiled batch sizes that each has."""
+"""The policies of a sweep, and the compiled batch sizes of each."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def contenders_of(application: str) -> tuple[str, ...]:
 def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
     """Return a policy for a simulation.
 
-    Ours submits one task at a time there: a device needs as many ahead as cover the host's time,
-    which the tasks' times have in them.
+    BatchMaker submits one task at a time there: a device needs enough tasks ahead to cover the
+    host's time, which is included in the tasks' times.
 
     Args:
       cell_s: seconds of a cell alone, which LazyBatching estimates with.
@@ -84,7 +84,7 @@ def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
 def batch_sizes_of(name: str, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Return the compiled sizes of each cell under a policy: powers of two.
 
-    Merged graphs may have batches of more cells than the others, as in the thesis.
+    Merged graphs may have batches of more cells than other policies, as in the thesis.
     """
     if name in _MERGED:
         return {cell: powers(_MERGED_CELLS) for cell in sizes.max_batch}
@@ -92,13 +92,11 @@ def batch_sizes_of(name: str, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def powers(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... and `most`."""
     found = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*found, most)
 
 
 def unknown(names: Sequence[str]) -> list[str]:
-    """Return the names that are no policies."""
     return [name for name in names if name not in KNOWN]
 
 
@@ -132,7 +130,7 @@ class ThesisCost:
     floor; the thesis gives no times for them.
 
     Attributes:
-      gathers: whether tasks move rows, which costs what the thesis says; linear between its points.
+      gathers: whether tasks move rows at the thesis's cost, linear between its points.
     """
 
     flops: Mapping[str, int]
@@ -144,11 +142,11 @@ class ThesisCost:
         return seconds + gather_s(batch) if self.gathers else seconds
 
     def host_s(self, num_tasks: int) -> float:
-        """Return nothing: the thesis's 250 us have the host's time in them."""
+        """Return 0: the thesis's 250 us include the host's time."""
         return 0.0
 
 
 def gather_s(batch: int) -> float:
-    """Return the seconds that scheduling and gathering add to a task, after the thesis."""
+    """Return the seconds that scheduling and gathering add to a task, from the thesis."""
     (small, at_small), (large, at_large) = _GATHER_S.items()
     return at_small + (at_large - at_small) * (batch - small) / (large - small)

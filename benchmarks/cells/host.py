@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, float]:
-    """Return the figures of requests that are all there at the start, on one thread.
+    """Return the figures of requests that all wait at the start, on one thread.
 
     `nodes_per_s` counts all of the host's work, and `scheduled_per_s` the policy's alone; steps of
     loops count as nodes.
@@ -120,7 +120,7 @@ def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, floa
 class HostCells:
     """A `CellExecutor` of one worker that describes tasks as one of devices does, and runs none.
 
-    A loop ends with the step that its first word says.
+    A loop's first word gives its last step.
     """
 
     num_workers = 1
@@ -169,7 +169,7 @@ class HostCells:
         self._table.check_integrity()
 
     def close(self) -> None:
-        """See `CellExecutor`; there is no device memory."""
+        """Do nothing: there is no device memory."""
 
     def _ended(self, tasks: TaskGroup) -> list[frozenset[int]]:
         found: list[frozenset[int]] = []
@@ -188,7 +188,7 @@ _VALUE = np.zeros(1, np.float32)
 
 @final
 class _Handle:
-    """See `CellHandle`; it is ready at once."""
+    """A `CellHandle` that is ready at once."""
 
     def __init__(self, tasks: TaskGroup | None, results: TaskResults):
         self.tasks = tasks
@@ -206,7 +206,6 @@ class _Handle:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    """Print a table on stderr."""
     print_table(
         result["points"],
         ("workload", "{application}"),

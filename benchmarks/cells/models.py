@@ -23,8 +23,8 @@ from jaxserve.cells.values import ValueSpec
 class Counted(nnx.Module):
     """A decoder step that also counts down the tokens that are left.
 
-    As in the thesis (2.7.4), an answer has a given number of tokens, whatever they are, and neither
-    the host nor a policy knows it before it ends.
+    As in the thesis (2.7.4), an answer has a given number of tokens of any value, and neither the
+    host nor a policy knows the number before it ends.
     """
 
     def __init__(self, decoder: Predicting):
@@ -72,7 +72,7 @@ def _is_last(outputs: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def random_weights(application: str, sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
-    """Return float32 weights by name, as our modules have them: matrices are [in, out]."""
+    """Return float32 weights by name, in the layout of our modules: matrices are [in, out]."""
     random = np.random.default_rng(seed)
     h, vocab = sizes.hidden_size, sizes.vocab_size
     limit = h**-0.5

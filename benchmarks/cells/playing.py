@@ -41,11 +41,10 @@ class Served:
 def figures_of(served: Sequence[Served], *, warm_share: float = WARM_SHARE) -> dict[str, Any]:
     """Return throughput and latencies of a run.
 
-    Requests that arrive in the first `warm_share` are left out of all figures. `requests_per_s`
-    counts those of any arrival that ended between the first counted arrival and the last arrival,
-    over that time; if there are none, as when all arrive at once, it is the number of requests over
-    the time that all took. Latency is queueing (arrival to first task, as in 2.7.3) and computing
-    (first task to end).
+    Requests that arrive in the first `warm_share` are excluded. `requests_per_s` counts requests of
+    any arrival that ended between the first counted arrival and the last arrival, over that time;
+    if there are none, as when all arrive at once, it is the number of requests over the total time.
+    Latency is queueing (arrival to first task, as in 2.7.3) and computing (first task to end).
 
     Args:
       served: in the order of their arrivals, at least one.
@@ -76,12 +75,12 @@ def figures_of(served: Sequence[Served], *, warm_share: float = WARM_SHARE) -> d
 
 
 def is_saturated(point: Mapping[str, Any]) -> bool:
-    """Return whether a policy serves less than arrives, so that a higher rate tells no more."""
+    """Return whether a policy serves less than arrives; a higher rate then adds no information."""
     return point["rate"] is not None and point["requests_per_s"] < SATURATED * point["rate"]
 
 
 def peaks_of(points: Sequence[Mapping[str, Any]], within_s: float = math.inf) -> dict[str, float]:
-    """Return the most requests a second that each policy served with a p90 latency within a bound.
+    """Return each policy's highest served requests a second with a p90 latency within a bound.
 
     It is 0 for a policy that never keeps the bound.
     """
@@ -96,19 +95,19 @@ def peaks_of(points: Sequence[Mapping[str, Any]], within_s: float = math.inf) ->
 def compared(
     points: Sequence[Mapping[str, Any]], ours: str, *, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return our policy beside the others on one workload.
+    """Return our policy compared with the other ones on one workload.
 
     Args:
       points: of all policies; `rate` is None for all requests at once.
-      without: policies that are no baselines.
+      without: policies that are not baselines.
 
     Returns:
       `peak_over`: our peak over that of each other policy; `best`: the baseline with the highest
-      peak; `peaks_within_per_s`, `within_over`, `best_within`: the same among the points whose p90
-      latency is at most `BOUND_S`, with None in place of a ratio to a policy that has none;
-      `p90_lower_by`: the share by which our p90 latency is lower than that of each other policy, at
-      the highest rate of at most half of its peak, which the thesis calls moderate load; None if
-      there is no such rate.
+        peak; `peaks_within_per_s`, `within_over`, `best_within`: the same among the points whose
+        p90 latency is at most `BOUND_S`, with None for a ratio to a policy without such a point;
+        `p90_lower_by`: the share by which our p90 latency is lower than that of each other policy,
+        at the highest rate of at most half of its peak, which the thesis calls moderate load; None
+        if there is no such rate.
     """
     peaks, within = peaks_of(points), peaks_of(points, BOUND_S)
     others = [name for name in peaks if name != ours]
@@ -174,14 +173,14 @@ def simulate(
 
 
 def decoder_length(graph: Any, node: int) -> int:
-    """Return the steps of a node; 1 for those that are no decoders."""
+    """Return the steps of a node; 1 for nodes that are not decoders."""
     return decoder_steps(graph, node) if graph.graph.max_steps[node] > 1 else 1
 
 
 def serve(
     rt: CellRuntime, requests: Sequence[CellRequest], arrivals: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the figures of a run on the device, in real time; see `serve_all`."""
+    """Return the figures of a run on the device, in real time, from `serve_all`."""
     before = _numbers(rt.stats())
     served, _ = serve_all(rt, requests, arrivals)
     return {**figures_of(served), **_counts(rt.stats(), before)}
@@ -190,10 +189,10 @@ def serve(
 def serve_all(
     rt: CellRuntime, requests: Sequence[CellRequest], arrivals: Sequence[float]
 ) -> tuple[list[Served], list[Any]]:
-    """Submit requests at their times, and return when each was served, and the completions.
+    """Submit requests at their times; return the times of each request, and the completions.
 
-    Times are seconds after the start. Latency counts from the planned arrival, so a submission that
-    is late counts as queueing.
+    Times are seconds after the start. Latency counts from the planned arrival, so a late submission
+    counts as queueing.
 
     Raises:
       JaxserveError: the error of the first request that failed.
@@ -215,7 +214,7 @@ def serve_all(
 
 
 def warm(rt: CellRuntime, requests: Sequence[CellRequest]) -> None:
-    """Run some requests, so that the first measured one meets a warm runtime."""
+    """Run some requests, so that the first measured request finds a warm runtime."""
     rt.generate(requests, progress=False)
 
 

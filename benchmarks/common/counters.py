@@ -1,4 +1,4 @@
-"""Counters of an engine, counted over one run, and what they say of the prefix cache."""
+"""Counters of an engine over one run, and its prefix cache figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def counters_of(stats: Any) -> dict[str, float]:
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return the counters of the time between two states, and the sizes as they are now."""
+    """Return the counters of the time between two states, and the current sizes."""
     return {name: v if name in _SIZES else v - before[name] for name, v in now.items()}
 
 
@@ -49,9 +49,9 @@ class PrefixCounts:
     """Prompt tokens in whole pages of the sequences that began.
 
     Attributes:
-      queried: tokens that the cache was asked for.
-      hit: of these, tokens whose KV was there; `hit_on_host` of these on the host.
-      evicted: tokens whose KV had been there and was evicted before.
+      queried: tokens that were looked up in the cache.
+      hit: of these, tokens whose KV was cached; `hit_on_host` of these on the host.
+      evicted: tokens whose KV had been cached and was evicted before.
     """
 
     queried: float
@@ -61,7 +61,7 @@ class PrefixCounts:
 
     @classmethod
     def of(cls, engine: Mapping[str, float]) -> PrefixCounts:
-        """Read them off an engine's counters, also by the names that older result files have."""
+        """Read the counts from an engine's counters, also under the names of older result files."""
         names = _PREFIX_NAMES if "num_prefix_queried" in engine else _FORMER_PREFIX_NAMES
         return cls(*(engine[name] for name in names))
 

@@ -52,7 +52,7 @@ def command(
 @final
 @dataclass(frozen=True)
 class Benchmark:
-    """A command of its own: `python -m MODULE`.
+    """A command: `python -m MODULE`.
 
     Attributes:
       about: the docstring of its module, which names it: "What it is: `python -m MODULE`. ...".
@@ -93,7 +93,7 @@ class Benchmark:
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for the result; of files and folders their names without the path."""
+    """Return the options for the result; files and folders without their paths."""
     given = {name: value for name, value in vars(options).items() if name != "output"}
     if given.get("predictor"):
         given["predictor"] = Path(given["predictor"])
@@ -101,10 +101,10 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """Return the numbers of an option, whole and above 0, which are separated by commas.
+    """Return an option's numbers, whole and above 0, separated by commas.
 
     Raises:
-      InvalidConfigError: the text has something else.
+      InvalidConfigError: the text has anything else.
     """
     try:
         found = [int(part) for part in text.split(",")]
@@ -116,10 +116,10 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def numbers(text: str, option: str) -> list[float]:
-    """Return the finite numbers above 0 of an option, which are separated by commas.
+    """Return an option's finite numbers above 0, separated by commas.
 
     Raises:
-      InvalidConfigError: the text has something else.
+      InvalidConfigError: the text has anything else.
     """
     try:
         found = [float(part) for part in text.split(",")]
@@ -171,7 +171,7 @@ _MAX_REASON = 600
 
 @final
 class Record:
-    """Figures by kind; the file is written after each of them, so an early end loses none.
+    """Figures by kind; the file is written after each, so that an early end loses none.
 
     Args:
       path: of the file; None to write no file.
@@ -179,8 +179,8 @@ class Record:
       about: the first entries of the result.
 
     Attributes:
-      result: the result so far. `failed` has reasons by name; `skipped` names the measurements
-        that the budget did not allow.
+      result: the result so far. `failed` has reasons by name; `skipped` names the measurements for
+        which no budget was left.
     """
 
     def __init__(self, path: Path | None, budget_s: float | None, **about: Any):
@@ -190,7 +190,6 @@ class Record:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget is used up."""
         return self._end_s is not None and time.monotonic() >= self._end_s
 
     def add(self, kind: str, name: str, measure: Callable[[], Any]) -> Any | None:

@@ -69,7 +69,7 @@ def parse_policies(names: str) -> list[Policy]:
 
 
 def missing_baselines(names: Iterable[str]) -> list[str]:
-    """Return the baselines that policies by predicted length are to be reported with, and lack."""
+    """Return the missing baselines that policies by predicted length must be reported with."""
     given = set(names)
     return [name for name in BASELINES if name not in given] if given & set(PREDICTING) else []
 
@@ -102,7 +102,7 @@ class Scaled:
         self.calibration = predictor.calibration
 
     def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
-        """Return the scaled distributions, see `LengthPredictor.predict`."""
+        """Return the scaled distributions of `LengthPredictor.predict`."""
         from predictor import LengthDistributions
 
         return LengthDistributions(self._buckets, self._predictor.predict(prompts).probabilities)

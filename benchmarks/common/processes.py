@@ -1,4 +1,4 @@
-"""Child processes that leave no process behind: each leads a process group, which ends with it."""
+"""Child processes that leave no process behind: each leads a process group that ends with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
       What it printed on stdout, and the peak of the resident bytes of all its processes together.
 
     Raises:
-      PeerError: the command ended with an error, or not within `limit_s` seconds.
+      PeerError: the command ended with an error, or did not end within `limit_s` seconds.
     """
     output = log.with_suffix(".out")
     with (

@@ -1,7 +1,7 @@
 """Whole runs of several contenders in turns, and the median and range of their figures.
 
-Other work on the machine slows some runs and leaves others alone. Contenders that take turns meet
-it alike, and the range shows how much it was. No figure is composed of parts of several runs.
+Other work on the machine slows some runs and not others. Contenders that take turns are slowed
+equally, and the range shows by how much. No figure is composed of parts of several runs.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def summary(runs: Sequence[Figures]) -> Figures:
 
     Args:
       runs: of one contender, at least one; nested dictionaries of the same keys. A number that is
-        None in one run has neither median nor range. Of other values, those that are equal in
-        all runs are kept beside the medians.
+        None in one run has neither median nor range. Of other values, those that are equal in all
+        runs are kept next to the medians.
 
     Returns:
-      The medians under the names that a run has; `range` has [least, largest] under the same
-      names, nested likewise.
+      The medians under the names of a run; `range` has [least, largest] under the same names,
+        nested likewise.
     """
     return {**_medians(runs), "range": _ranges(runs), "runs": list(runs)}
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return own over other, run by run; runs of one number stood beside each other.
+    """Return own over other for each pair of runs of one number, which ran next to each other.
 
-    A contender that failed after some runs has fewer; the runs that both have count.
+    Runs that only one contender has, because another failed, do not count.
     """
     return [a / b for a, b in zip(own, other, strict=False)]
 

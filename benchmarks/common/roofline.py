@@ -1,4 +1,4 @@
-"""The bound of a run, from the machine's arithmetic and memory, measured beside the run.
+"""The bound of a run, from the machine's arithmetic and memory rates, measured next to the run.
 
 The time of a step is at least its floating-point operations over the machine's rate, and at least
 the bytes that it must read over the machine's bandwidth (Williams, Waterman and Patterson's
@@ -26,13 +26,13 @@ _MATRIX_BYTES = 256 << 20  # of the matrix that is read: larger than any cache
 @final
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates reached by a large matrix product, and by a product of one row with a large matrix."""
+    """Rates that a large matrix product, and a product of one row with a large matrix, reach."""
 
     flops_per_s: float
     bytes_per_s: float
 
     def step_s(self, *, flops: float, num_bytes: float) -> float:
-        """Return the least seconds of a step with this much work."""
+        """Return the least seconds of a step with this amount of work."""
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
 

@@ -1,4 +1,4 @@
-"""Runtimes around one copy of the weights, and one measured run of a runtime."""
+"""Runtimes that share one copy of the weights, and one measured run of a runtime."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def replay(
     """Submit every item when it arrives, and wait for every answer.
 
     Args:
-      follow_up: returns the item to submit after an answer; None to submit no more.
+      follow_up: returns the item to submit after an answer, or None.
 
     Returns:
-      The completions of the items in their order, then those of the items that followed, in the
-      order of submission; and the seconds of the whole.
+      The completions of the items in their order, then those of follow-up items, in the order of
+        submission; and the seconds of the whole.
     """
     begin_s = time.perf_counter()
     submitted = list(items)
@@ -90,7 +90,7 @@ _SETTLING_S = 0.02
 
 @final
 class Runtimes:
-    """Runtimes around one copy of the weights. A context manager, which closes them.
+    """Runtimes that share one copy of the weights. A context manager that closes them.
 
     Args:
       options: as `add_policy_options` describes them.
@@ -128,15 +128,15 @@ class Runtimes:
         return self._model.tokenizer
 
     def open(self, policy: Policy, *, max_slots: int | None = None, **settings: Any) -> Runtime:
-        """Return a runtime with the policy and a page pool as large as that of the others.
+        """Return a runtime with the policy and a page pool as large as that of the other runtimes.
 
         Args:
-          max_slots: most sequences at once, in place of that of the options.
-          settings: more options of the runtime, see `RuntimeOptions`. One with another size or
-            number of pages is not compared with the others.
+          max_slots: most sequences at once, instead of the options' value.
+          settings: more options of the runtime, see `RuntimeOptions`. A runtime with another page
+            size or count is not compared with the rest.
 
         Raises:
-          InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
+          InvalidConfigError, DeviceMemoryError: the memory does not hold a pool of this size.
         """
         from flax import nnx
 
@@ -182,7 +182,7 @@ def measure(
     label: str,
     follow_up: FollowUp | None = None,
 ) -> tuple[dict[str, Any], list[Completion]]:
-    """Play the items, and the items that follow them, against a runtime that may have run before.
+    """Play the items, and their follow-ups, against a runtime that may have run before.
 
     The runtime's cache is cleared first.
 

@@ -16,7 +16,7 @@ SHAPES = {
 
 
 def hf_config(shape: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Return config.json of a shape, with `num_layers` layers if given."""
+    """Return the config.json of a shape, with `num_layers` layers if given."""
     config = dict(zip(_SIZES, SHAPES[shape], strict=True))
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers

@@ -1,4 +1,4 @@
-"""Sweeps over rates of arrival: which rates are played, and when a policy stops."""
+"""Sweeps over arrival rates: which rates are played, and when a policy stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Play = Callable[[str, float], Figures]
 @final
 @dataclass
 class Curve:
-    """One policy's figures by rate (`points`, see `summary`), and why it played no higher rate."""
+    """One policy's figures by rate (`points`, see `summary`), and why no higher rate was played."""
 
     points: list[Figures] = field(default_factory=list)
     stopped_by: str | None = None
@@ -64,7 +64,7 @@ def climb(
     Args:
       play: returns `output_tokens_per_s` and `normalised_latency_s` among other figures.
       start: requests a second that every policy serves without a queue.
-      max_rates: most rates a policy.
+      max_rates: most rates for each policy.
       repeats: runs of a policy at a rate.
     """
     curves = {name: Curve() for name in names}
@@ -89,7 +89,7 @@ def _points(play: Play, names: Sequence[str], rate: float, repeats: int) -> dict
 
 
 def reason_to_stop(points: Sequence[Figures]) -> str | None:
-    """Return why a higher rate would tell no more; None to go on."""
+    """Return why a higher rate adds no information; None to continue."""
     first, last = points[0], points[-1]
     if last["normalised_latency_s"]["p90"] > FLAT * first["normalised_latency_s"]["p90"]:
         return "latency"

@@ -17,9 +17,8 @@ def timings(
 ) -> list[float]:
     """Return the seconds of `repeats` calls, each waited for, after one that compiles.
 
-    Args:
-      calls: submitted before they are waited for, so that a GPU does not wait for the host
-        between them; the seconds are those of one.
+    `calls` calls are submitted before they are waited for, so that a GPU does not wait for the host
+    between them; the seconds are those of one.
     """
     jax.block_until_ready(call(*arguments))
     times = []

@@ -31,8 +31,7 @@ def add_arguments(
 ) -> None:
     """Add the options that choose requests and the lengths of their answers.
 
-    Args:
-      num_requests: the number that a benchmark takes by default, in words.
+    `num_requests` is a benchmark's default number, in words.
     """
     add = parser.add_argument_group("workload").add_argument
     add("--workload", type=_known, default="sharegpt", help=KNOWN)
@@ -77,7 +76,7 @@ def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
 
 
 def is_recorded(options: argparse.Namespace) -> bool:
-    """Return whether the requests are those of a file."""
+    """Return whether the requests come from a file."""
     return options.workload.startswith(_RECORDED)
 
 

@@ -1,1 +1,1 @@
-"""Conversations whose turns come back, and ways of restoring their pages."""
+"""Conversations with returning turns, and ways of restoring their pages."""

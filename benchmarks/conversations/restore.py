@@ -1,7 +1,7 @@
 """Pages that come back from the host: `python -m benchmarks.conversations.restore --help`.
 
 Every way of restoring them, by the number of tokens: the time to the first token of a turn, and the
-time that sequences which decode meanwhile lose. A table on stderr, one JSON object on stdout;
+time that sequences lose which decode meanwhile. A table on stderr, one JSON object on stdout;
 docs/benchmarks/conversations.md says what each figure means.
 """
 
@@ -128,11 +128,11 @@ class _Server:
 
     @property
     def token_s(self) -> float:
-        """Median seconds of one iteration of the others while no page comes back."""
+        """Median seconds of one iteration of the other sequences while no page is restored."""
         return median(self._undisturbed_s)
 
     def measure(self, situation: str, length: int, way: str) -> dict[str, float]:
-        """Measure one turn of a conversation while others decode."""
+        """Measure one turn of a conversation while other sequences decode."""
         self._begin(way)
         prompt = self._tokens(length + self._options.new_tokens)
         self._put_on_host(prompt[:length])
@@ -183,7 +183,7 @@ class _Server:
         }
 
     def _begin(self, way: str) -> None:
-        """Nothing is kept of the run before."""
+        """Clear the state of the previous run."""
         self._engine.drain()
         self._num_runs += 1
         restore = "on_admission" if way == "on_device" else way

@@ -35,7 +35,7 @@ def measure_batch(
     """Time decode steps of `size` sequences, and the run from the prompts to the last tokens.
 
     Args:
-      size: sequences; the result says so if their keys and values do not fit.
+      size: sequences; the result says if their keys and values do not fit.
       dtype: of the weights.
       prompt_tokens, output_tokens: of each sequence.
     """
@@ -103,7 +103,7 @@ def measure_prefill(rt: Runtime, count: int, tokens: int, machine: Machine, dtyp
 
 
 def trace_batch(rt: Runtime, size: int, prompt_tokens: int, output_tokens: int) -> Figures:
-    """Return what the device did while it answered a batch, see `summarise`."""
+    """Return the `summarise`d trace of the device while it answered a batch."""
     _answer(rt, size, prompt_tokens, output_tokens, seed=2)  # compiles
     again = partial(_answer, rt, size, prompt_tokens, output_tokens, seed=3)
     return {"batch_size": size, **trace(again)}

@@ -1,8 +1,8 @@
 """transformers' continuous batching in PyTorch: `python -m benchmarks.decode.peer --help`.
 
-A model with random weights of the shape of `benchmarks.decode` answers as many requests of the same
-lengths. One JSON object on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure
-means.
+A model with random weights of the shape of `benchmarks.decode` answers the same number of requests
+of the same lengths. One JSON object on stdout, a table on stderr; docs/benchmarks/gpu.md says what
+each figure means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The time of a decode step by its bytes, operations and launches; a model, not a measurement.
 
-Kernels run one after another, so a step takes the sum of theirs. A kernel takes the longer of its
-bytes over the memory's rate and its operations over the arithmetic's, and each launch costs some
-time in which the device is neither full nor empty. Launches are those that `make kernel-gate`
-counted in compiled steps. docs/performance_model.md says what is left out.
+Kernels run one after another, so a step takes the sum of their times. A kernel takes the longer of
+its bytes over the memory's rate and its operations over the arithmetic's, and each launch costs
+some time in which the device is neither full nor empty. `make kernel-gate` counted the launches in
+compiled steps. docs/performance_model.md says what is left out.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LOGIT_BYTES = 4
 @final
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The rates of a device, as kernels reach them.
+    """The rates of a device that kernels reach.
 
     Attributes:
-      launch_s: from the end of a kernel to the start of the next one in a CUDA graph, and what both
-        lose by not filling the device meanwhile.
+      launch_s: from the end of a kernel to the start of the next one in a CUDA graph, plus the loss
+        of both by not filling the device meanwhile.
       host_s: from the end of an iteration to the start of the next one, where the host decides.
-      memory_bytes: what weights and pages may take.
+      memory_bytes: available to weights and pages.
     """
 
     bytes_per_s: float
@@ -55,7 +55,7 @@ H100 = Device(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What `make kernel-gate` counted in a decode loop."""
+    """The counts of `make kernel-gate` in a decode loop."""
 
     a_layer: float
     beside: float
@@ -65,7 +65,7 @@ class Launches:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a decode step, by what they are spent on."""
+    """Seconds of a decode step, by cause."""
 
     products_s: float
     keys_and_values_s: float
@@ -140,7 +140,7 @@ def fits(
 
 
 def counted(batch: int, kv_dtype: str | None = None) -> Launches:
-    """Return what the gate counted in the decode loop that serves a batch of Llama 3 8B."""
+    """Return the gate's counts of the decode loop that serves a batch of Llama 3 8B."""
     known = json.loads(_GATE.read_text(encoding="utf-8"))
     largest = next((size for size in _STEPS if batch <= size), None)
     if largest is None:

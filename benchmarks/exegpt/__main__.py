@@ -1,7 +1,7 @@
 """ExeGPT's figures 6, 7, 8, 10 and 11 and tables 5 and 6: `python -m benchmarks.exegpt --help`.
 
 The paper's models on its clusters, as rooflines: the schedule that `jaxserve.planning.schedules`
-finds under each of four latency bounds, beside the systems that the paper compares with; and the
+finds under each of four latency bounds, and the systems that the paper compares with; and the
 chosen schedules played by the real scheduler. Tables on stderr, one JSON object on stdout;
 docs/benchmarks/papers.md says what each figure means.
 """
@@ -60,7 +60,7 @@ class Contest:
 
     Attributes:
       static: FasterTransformer, whose latencies give the bounds.
-      served: what each of `BASELINES` does.
+      served: the throughput and latency of each of `BASELINES`.
       timelines: of RRA and WAA, ExeGPT's own schedules.
     """
 
@@ -82,11 +82,11 @@ class Contest:
         return RRATimeline(replace(self._deployment, overlaps_rounds=True), self._lengths)
 
     def point(self, bound_s: float, *, num_seeds: int = 0) -> dict[str, Any]:
-        """Return the best of each system under a bound, and what the schedule did when played.
+        """Return the best of each system under a bound, and the figures of the played schedule.
 
-        `per_s` is that of the plan, the best of all families, and `exegpt_per_s` the better of RRA
-        and WAA. With a bound, the plan is played `num_seeds` times, and so is the best schedule of
-        RRA and WAA where the plan is another. A throughput is None where nothing keeps the bound
+        `per_s` is the plan's, the best of all families, and `exegpt_per_s` the better of RRA and
+        WAA. With a bound, the plan is played `num_seeds` times, and so is the best schedule of RRA
+        and WAA if it differs from the plan. A throughput is None where no schedule keeps the bound
         ("NS" in the paper's figures).
         """
         bounds = LatencyBounds(latency_s=bound_s)
@@ -135,7 +135,7 @@ class Contest:
             return [choice]
 
     def _played(self, choice: Choice, bound_s: float, seed: int) -> dict[str, Any]:
-        """Play a schedule with the real scheduler; see `Played`."""
+        """Play a schedule with the real scheduler."""
         throughput = float(choice.estimates.throughput)
         longest = self._lengths.outputs.percentile(self._lengths.level)
         played = play(self._deployment, self._lengths, choice.schedule, per_s=throughput, seed=seed)
@@ -156,7 +156,7 @@ class Contest:
 
 
 def described(choice: Choice) -> dict[str, Any]:
-    """Return a schedule, what it is expected to do, and what it took to find it."""
+    """Return a schedule, its expected figures, and the cost of finding it."""
     schedule, estimates = choice.schedule, choice.estimates
     return {
         "latency_s": float(estimates.latency_s),
@@ -242,7 +242,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _checked(
     scenario: Scenario, lengths: TaskLengths, contest: Contest, bound_s: float
 ) -> dict[str, Any]:
-    """Return what ORCA's and vLLM's best batches did when they were played."""
+    """Return the figures of ORCA's and vLLM's best batches when they were played."""
     parts = scenario.deployment(), lengths
     return {
         name: compared(name, contest.served[name], bound_s, *parts) for name in ("orca", "vllm")

@@ -36,7 +36,7 @@ def fitting_batches(
     """Return the batches that memory holds, in multiples of `step`, ascending.
 
     Args:
-      memory_bytes: those in use on the fullest device with so many sequences; a straight line.
+      memory_bytes: bytes in use on the fullest device with this many sequences; a straight line.
     """
     empty, one = memory_bytes(np.array([0, 1])).tolist()
     room = deployment.cluster.memory_bytes - empty
@@ -98,11 +98,11 @@ SPLITS = (1, 2, 4, 8, 16)
 @final
 @dataclass(frozen=True, kw_only=True)
 class StaticBatches:
-    """What batches do that run until their longest answer has ended.
+    """Batches that run until their longest answer has ended.
 
     Layers are sharded within a machine as much as possible, and machines are stages (section 7.1).
-    A batch is in as many micro-batches as there are stages. Answers that have ended are computed
-    on, and memory is reserved for the longest inputs and answers.
+    A batch has one micro-batch for each stage. Computation continues for answers that have ended,
+    and memory is reserved for the longest inputs and answers.
 
     Attributes:
       served: throughput of batches that run as long as their longest answer, on average; latency of
@@ -241,13 +241,13 @@ class IterationLevel:
         return self._served(batch, mean_s, first_s, num_first=1.0)
 
     def vllm(self) -> Served:
-        """Return vLLM's batches: pages as they are needed, and prompts in chunks beside decoding.
+        """Return vLLM's batches: pages on demand, and prompts in chunks together with decoding.
 
         With a limit of c prompt tokens, a share f = (prompt tokens an iteration) / c of iterations
         has a chunk, where f is at most 1. Micro-batches are scheduled independently, and an
         iteration of all of them is as long as the slowest one. With several stages, a prompt's
-        chunks may as well be in all micro-batches at once, as in `ContinuousTimeline`: vLLM's
-        authors do not have that, but nothing in its layout is against it.
+        chunks may be in all micro-batches at once, as in `ContinuousTimeline`: vLLM's authors do
+        not have that, but vLLM's layout allows it.
         """
         mean_held = self.lengths.outputs.mean_position
         batch = self._fitting(mean_held)
@@ -257,7 +257,7 @@ class IterationLevel:
         return Served.joined(kind(batch, tokens) for kind in kinds for tokens in CHUNKS)
 
     def _as_planned(self, batch: np.ndarray, tokens: int) -> Served:
-        """Return continuous batching as plans have it; 0 tokens for whole prompts of an encoder."""
+        """Return continuous batching as planned; 0 tokens for whole prompts of an encoder."""
         timeline = ContinuousTimeline(self.deployment, self.lengths, (self.layout,))
         ones = np.ones_like(batch)
         control = 1 + CHUNKS.index(tokens) if tokens else 1
@@ -297,7 +297,7 @@ class IterationLevel:
         """Return throughput and latency of iterations of `mean_s`.
 
         An answer takes `num_first` iterations of `first_s` to its first token, and then one a
-        token. Latencies have the margins of the deployment, as those of every schedule.
+        token. Latencies have the margins of the deployment, like those of every schedule.
         """
         outputs, deployment = self.lengths.outputs, self.deployment
         longest = outputs.percentile(self.lengths.level)
@@ -315,7 +315,7 @@ class IterationLevel:
         return batch / num_turns, num_turns
 
     def _fitting(self, held_outputs: float) -> np.ndarray:
-        """Return the batches whose KV fits, with so many output tokens each."""
+        """Return the batches whose KV fits, with a given number of output tokens each."""
         model = self.deployment.model
         pipeline, held = self._pipeline, self.lengths.inputs.mean + held_outputs
         return fitting_batches(
@@ -336,10 +336,9 @@ class IterationLevel:
         length: Numbers,
         num_tokens: Numbers,
     ) -> np.ndarray:
-        """Return the seconds of an iteration whose micro-batches are all alike.
+        """Return the seconds of an iteration whose micro-batches are all equal.
 
-        Args:
-          rows: sequences of a micro-batch, those with a prompt included.
+        `rows` are the sequences of a micro-batch, including those with a prompt.
         """
         return mixed_iteration_s(
             self.deployment,

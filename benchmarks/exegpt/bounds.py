@@ -1,9 +1,9 @@
-"""Plans beside hand-tuned batches: `python -m benchmarks.exegpt.bounds --help`.
+"""Plans against hand-tuned batches: `python -m benchmarks.exegpt.bounds --help`.
 
-`rt.plan` and every policy with every batch size run on this machine; a policy counts under a bound
-with the best size that keeps it. Each configuration is also simulated with the step times measured
-for it. Progress and tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md says
-what each figure means.
+`rt.plan` and every policy with every batch size run on this machine; under each bound a policy
+counts with the best size that keeps it. Each configuration is also simulated with the step times
+measured for it. Progress and tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md
+says what each figure means.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _PERCENTILES = (10, 30, 70)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what every policy and plan did, the best of each under each bound, and the errors of
-    the simulations.
+    """Return the figures of every policy and plan, the best under each bound, and the errors.
+
+    The errors are those of the simulations.
     """
     batches = tuple(whole_numbers(options.batches, "--batches"))
     session = _Session(options, tuple(options.tasks.split(",")), batches)
@@ -78,7 +79,7 @@ def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
 
 
 def missed_of(done: Sequence[Completion], bound_s: float, longest: int) -> dict[str, float]:
-    """Return the share of answers that are longer than `longest`, and of the others those late."""
+    """Return the share of answers longer than `longest`, and the late share of the rest."""
     longer = [len(c.token_ids) > longest for c in done]
     others = [
         (c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) > bound_s
@@ -99,9 +100,9 @@ def bounds_of(p99_s: Sequence[float]) -> list[float]:
 def best_under(
     runs: Sequence[dict[str, Any]], policy: str, bound_s: float
 ) -> dict[str, Any] | None:
-    """Return the batch size of a policy with the most throughput under a bound, if one keeps it.
+    """Return the batch size of a policy with the most throughput under a bound, or None.
 
-    Medians of the runs of each batch size count, of throughput and of p99.
+    It compares medians over the runs of each batch size, of throughput and of p99.
     """
     by_batch: dict[int, list[dict[str, Any]]] = {}
     for each in runs:
@@ -128,14 +129,14 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @final
 @dataclass
 class _Session:
-    """The runs of whole rounds: every policy, batch size and plan once in each.
+    """Whole rounds of runs: each has every policy, batch size and plan once.
 
-    Every runtime stays open, with a page pool of its own.
+    Every runtime stays open, with its own page pool.
 
     Attributes:
       runs: each with task, policy, batch, the number of its round, and the figures of the run;
         those of a plan with `bound_s` and the plan, and `failed` if no schedule keeps it.
-      num_rounds: that have ended.
+      num_rounds: completed rounds.
     """
 
     options: argparse.Namespace
@@ -148,7 +149,7 @@ class _Session:
     _began_s: float = field(default_factory=time.perf_counter)
 
     def has_time(self) -> bool:
-        """Return whether a round as long as the mean of those before ends within the budget."""
+        """Return whether a round of the mean duration so far ends within the budget."""
         budget_s = self.options.budget_s
         if budget_s is None or not self.num_rounds:
             return True
@@ -156,8 +157,7 @@ class _Session:
         return spent_s * (1 + 1 / self.num_rounds) <= budget_s
 
     def play_round(self, runtimes: Runtimes) -> None:
-        """Play task by task: static batches, plans, and the other policies, in every other round
-        the other way round.
+        """Play task by task: static batches, plans, other policies; every second round in reverse.
 
         So what is compared runs within minutes, and with step times of these minutes.
         """
@@ -223,7 +223,7 @@ class _Session:
         return bounds_of(p99_s) if p99_s else []
 
     def summary(self, task: str) -> list[dict[str, Any]]:
-        """Return each bound of a task with the best of every policy, and what the plan did."""
+        """Return each bound of a task with the best of every policy, and the plan's figures."""
         runs = [each for each in self.runs if each["task"] == task]
         own = [each for each in runs if "failed" not in each]
         policies = (STATIC, *self.options.policies.split(","))
@@ -322,7 +322,7 @@ class _Session:
         return items(self._options_for(task, self.options.seed), rt)
 
     def _known(self, rt: Runtime, task: str) -> list[tuple[int, int]]:
-        """Return lengths of other requests of a task, by which it is planned."""
+        """Return lengths of other requests of a task, from which it is planned."""
         options = self._options_for(task, self.options.seed + 1)
         options.num_requests = self.options.known
         others = items(options, rt)

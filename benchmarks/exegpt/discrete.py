@@ -43,13 +43,13 @@ _LEAST, _MOST = 1000, 2000
 @final
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What a schedule did, between filling its batch and emptying it.
+    """The figures of a schedule between filling its batch and emptying it.
 
     Attributes:
       throughput: answers per second.
       latency_s: seconds from admission to end, of every counted answer.
       num_tokens: its output tokens.
-      num_preemptions: in all.
+      num_preemptions: in total.
     """
 
     throughput: float
@@ -62,7 +62,7 @@ class Played:
         return float((self.latency_s <= bound_s).mean())
 
     def of_length(self, num_tokens: int) -> float:
-        """Return the mean seconds of answers of about a length, within 5 %; NaN without any."""
+        """Return the mean seconds of answers within 5 % of a length; NaN without any."""
         near = np.abs(self.num_tokens - num_tokens) <= 0.05 * num_tokens
         return float(self.latency_s[near].mean()) if near.any() else float("nan")
 
@@ -72,12 +72,12 @@ def play(
 ) -> Played:
     """Play a schedule with sampled lengths, and more requests than it serves.
 
-    An encoder-decoder model's answers have one token more, see `LayerStepCost`. The page pool is
-    what the weights leave of the fullest device's memory. Stages of an encode group after its
-    first add to each answer's time, which the group's timeline does not have.
+    An encoder-decoder model's answers have one more token, see `LayerStepCost`. The page pool is
+    the memory of the fullest device without the weights. Stages of an encode group after its first
+    add to each answer's time, which the group's timeline does not have.
 
     Args:
-      per_s: the throughput that is expected; a quarter more requests arrive.
+      per_s: the expected throughput; a quarter more requests arrive.
     """
     if schedule.layout.policy is Policy.CONTINUOUS:
         return _play_continuous(deployment, lengths, schedule, per_s=per_s, seed=seed)
@@ -190,7 +190,7 @@ def sampled(
     num_at_once: int,
     per_s: float,
 ) -> list[WorkloadItem]:
-    """Return requests of independently drawn lengths, each of at least a token.
+    """Return requests of independently drawn lengths of at least one token.
 
     Args:
       num_extra: tokens that are added to each answer.
@@ -217,10 +217,9 @@ def sampled(
 
 
 def _shape(schedule: Schedule, num_before: float) -> IterationShape:
-    """Return the iteration shape that carries out a schedule.
+    """Return the iteration shape of a schedule.
 
-    Args:
-      num_before: sequences that WAA encodes or hands over at a time.
+    `num_before` sequences are encoded or handed over by WAA at a time.
     """
     if schedule.layout.policy is Policy.RRA:
         return RRA(
@@ -241,8 +240,8 @@ def _cost(
 ) -> tuple[StepCost, int, float, float]:
     """Return step costs, pages of the pool, and seconds of an answer outside the decode group.
 
-    Those are what is added to each answer, and then what passes before its handover ends: two
-    encode batches are in flight.
+    The seconds are those added to each answer, and those before its handover ends: two encode
+    batches are in flight.
     """
     model = deployment.model
     if schedule.layout.policy is Policy.RRA:
@@ -301,7 +300,7 @@ def groups_of(deployment: Deployment, schedule: Schedule) -> tuple[Pipeline, Pip
 
 
 def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: bool) -> int:
-    """Return the pages of KV that fit beside the weights on the fullest device."""
+    """Return the pages of KV that fit next to the weights on the fullest device."""
     model = deployment.model
     has_encoder = holds_encoder and not model.is_decoder_only
 
@@ -346,7 +345,7 @@ def play_baseline(
 def compared(
     name: str, served: Served, bound_s: float, deployment: Deployment, lengths: TaskLengths
 ) -> dict[str, Any] | None:
-    """Return the estimate of the best configuration under a bound, and what it did when played.
+    """Return the estimate of the best configuration under a bound, and its figures when played.
 
     Without a bound, batches are too large to play in seconds, and None is returned.
     """

@@ -1,9 +1,9 @@
 """Lengths that drift (figure 11 of ExeGPT), simulated: `python -m benchmarks.exegpt.drift --help`.
 
-Answers of a task come in with the lengths that the schedule was planned for, and from some answer
-on with another mean, deviation or skewness. Three engines serve them: one that keeps its schedule,
-one that adapts it, and one that was planned for the new lengths from the start. The paper's figure
-shows WAA; a running engine can change RRA's schedule, so here it is RRA's.
+A task's answers first have the lengths that the schedule was planned for, and from some answer on
+another mean, deviation or skewness. Three engines serve them: one that keeps its schedule, one that
+adapts it, and one that was planned for the new lengths from the start. The paper's figure shows
+WAA; a running engine can change RRA's schedule, so here it is RRA's.
 
 The real scheduler runs on simulated steps, whose costs are rooflines. All answers wait from the
 start. A table on stderr, one JSON object on stdout.
@@ -61,7 +61,7 @@ _NUM_SLOTS = 512
 @final
 @dataclass(frozen=True)
 class Drift:
-    """New output lengths: one statistic is changed, the others stay.
+    """New output lengths: one statistic changes, the rest stay.
 
     Attributes:
       name: one of `STATISTICS`.
@@ -83,11 +83,11 @@ class Drift:
 @final
 @dataclass(frozen=True)
 class Setting:
-    """One engine of a scenario, its bound, and how many answers it serves.
+    """One engine of a scenario, its bound, and the number of answers that it serves.
 
     Attributes:
       layout: that of the schedule without drift, which a running engine keeps.
-      num_before, num_after: answers before and from the drift on.
+      num_before, num_after: answers before the drift, and from the drift on.
     """
 
     deployment: Deployment
@@ -134,7 +134,7 @@ class Setting:
         """Simulate answers of these lengths; return throughput and latencies after the drift.
 
         Answers count from the drift on, and again from the second half on ("settled"), except for
-        the last ones, beside which no new ones are admitted.
+        the last ones, during which no new answers are admitted.
         """
         longest = max(map(sum, lengths))
         simulation = simulate(
@@ -173,7 +173,7 @@ class Setting:
 
 
 def measure(setting: Setting, drift: Drift, *, seed: int) -> dict[str, Any]:
-    """Return what the three engines do when the lengths drift; see the module."""
+    """Return the figures of the three engines when the lengths drift; see the module."""
     task, rng = TASKS[SCENARIO.task], np.random.default_rng(seed)
     before = _drawn(task.outputs.probabilities(), setting.num_before, rng)
     changed = drift.probabilities(task.outputs)

@@ -54,9 +54,9 @@ def figure_10() -> list[dict[str, Any]]:
     """Return FasterTransformer and the faster of RRA and WAA, by model, data set and bound.
 
     The bounds are the bottom 30 % of FasterTransformer's latencies, and none. A schedule is chosen
-    by sampled lengths, with a cautious level, and with less memory by twice the relative error of
-    their mean. Its figures are those for the whole distribution. One that misses the bound with
-    that, or exceeds the memory, counts for nothing in the gain.
+    by sampled lengths, with a cautious level, and with memory reduced by twice the relative error
+    of their mean. Its figures are those for the whole distribution. A schedule that then misses the
+    bound or exceeds the memory does not count in the gain.
     """
     rows = []
     for name, moments in DATA_SETS.items():
@@ -155,7 +155,7 @@ def skewed(lengths: Lengths, skewness: float) -> LengthDistribution:
 
 
 def changed_outputs() -> dict[str, list[tuple[float, LengthDistribution]]]:
-    """Return the distributions of figures 11a, 11b and 11c, with what was changed by how much."""
+    """Return the distributions of figures 11a, 11b and 11c, with the change of each."""
     outputs = TASKS[SCENARIO.task].outputs
     of = LengthDistribution.of_task
     return {
@@ -233,11 +233,11 @@ _MOST_VALUES = 96
 
 
 def non_monotone_share(values: np.ndarray, counted: np.ndarray, tolerance: float) -> float:
-    """Return the share of points that are lower than one before them by more than a tolerance.
+    """Return the share of points that are lower than an earlier one by more than a tolerance.
 
     Args:
       values: float [lines, points], each line in the order in which it should rise.
-      counted: bool [lines, points], the points that exist; others are left out.
+      counted: bool [lines, points], whether a point exists.
     """
     seen = np.where(counted, values, -np.inf)
     highest = np.maximum.accumulate(seen, axis=1)
@@ -325,7 +325,7 @@ def _along_layouts(
 
 
 def _stacked(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return lines of several lengths as one array; points that are missing do not count."""
+    """Return lines of several lengths as one array; missing points do not count."""
     longest = max(values.shape[1] for values, _ in parts)
 
     def padded(lines: np.ndarray) -> np.ndarray:
@@ -342,7 +342,7 @@ def _rows_of(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _spread(most: int) -> np.ndarray:
-    """Return whole numbers from 1 to `most`, all of them or evenly spread ones."""
+    """Return whole numbers from 1 to `most`, all of them or evenly spaced ones."""
     return np.unique(np.linspace(1, most, min(most, _MOST_VALUES)).astype(int))
 
 

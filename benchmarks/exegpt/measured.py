@@ -1,10 +1,10 @@
-"""Schedules on devices beside their simulation: `python -m benchmarks.exegpt.measured --help`.
+"""Schedules on devices and their simulation: `python -m benchmarks.exegpt.measured --help`.
 
 RRA on one group of devices and WAA on two serve the same requests, all waiting from the start. Each
 schedule runs on the devices and then on the simulated executor with step times of those devices.
 These are measured just before the run, since the speed of a machine may drift, and not fitted to
-it. Other policies answer the requests, too, for their tokens. Progress and a table on
-stderr, one JSON object on stdout; docs/benchmarks/papers.md says what each figure means.
+it. Other policies also answer the requests, to compare tokens. Progress and a table on stderr, one
+JSON object on stdout; docs/benchmarks/papers.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JUDGED = ("output_tokens_per_s", "p99_s")
 @final
 @dataclass(frozen=True)
 class Case:
-    """A schedule, and its devices: those of one group, or of both as in "1/2"."""
+    """A schedule, and the devices of its group, or of both groups as in "1/2"."""
 
     policy: Policy
     groups: str
@@ -106,7 +106,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-    """Return whether all tokens agree, and how far the simulations are off."""
+    """Return whether all tokens agree, and the errors of the simulations."""
     schedules = result["schedules"]
     agree = [each["tokens_agree"] for each in (*schedules, *result["policies"])]
     found: dict[str, Any] = {
@@ -191,7 +191,7 @@ class _Session:
 
 
 def _measured_cost(rt: Runtime, groups: str) -> StepCost:
-    """Return the step times of these devices as they are now."""
+    """Return the current step times of these devices."""
     if "/" in groups:
         return rt.measure_group_times(rounds=1).costs()
     return rt.measure_step_times(rounds=1)

@@ -1,4 +1,4 @@
-"""What section 7 of the ExeGPT paper evaluates, and the figures that its text and tables give."""
+"""The evaluation of section 7 of the ExeGPT paper, and the figures of its text and tables."""
 
 from __future__ import annotations
 

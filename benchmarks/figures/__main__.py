@@ -32,8 +32,8 @@ class Page:
     """A Markdown file with results between two markers.
 
     Attributes:
-      kinds: the results that it shows; None for the first comparison with other engines alone,
-        with weights in the model's dtype.
+      kinds: the results that it shows; None for only the first comparison with other engines, with
+        weights in the model's dtype.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Page:
 
     @property
     def up(self) -> str:
-        """The way from the page's folder to the root."""
+        """The relative path from the page's folder to the root."""
         return "../" * self.path.count("/")
 
 
@@ -119,9 +119,9 @@ def _read(path: Path) -> Result:
 
 
 def check_commits(results: list[Result], root: Path) -> None:
-    """Refuse results of commits that the checkout's history does not have.
+    """Refuse results of commits that are not in the checkout's history.
 
-    A checkout without its whole history cannot tell, which is said on stderr.
+    A checkout without its whole history cannot check this, and says so on stderr.
 
     Raises:
       ResultFileError: a result of an unknown commit, or of files that differed from their commit.
@@ -139,7 +139,7 @@ def check_commits(results: list[Result], root: Path) -> None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints in the folder; None if git fails or is not there."""
+    """Return git's output in the folder; None if git fails or is missing."""
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -150,8 +150,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 def update(root: Path, *, write: bool) -> list[Path]:
     """Return the files that differ from the results; with `write`, write them.
 
-    Without `write`, a figure counts as the same if it was drawn from the same result file, since
-    other versions of Matplotlib draw other bytes.
+    Without `write`, figures drawn from the same result file count as equal, since other versions of
+    Matplotlib draw other bytes.
 
     Raises:
       ResultFileError: a result file is broken, of an unknown kind, or without runs.
@@ -231,7 +231,7 @@ def _spliced(path: Path, text: str, between: str) -> str:
 
 
 def _identifier(path: Path) -> str | None:
-    """Return the identifier of the result that a figure was drawn from; None for others."""
+    """Return the identifier of the result that a figure was drawn from, if it has one."""
     if not path.exists():
         return None
     found = _IDENTIFIER.search(path.read_text(encoding="utf-8"))

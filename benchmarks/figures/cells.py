@@ -103,7 +103,7 @@ _GOALS = (
 
 
 def _lost(whole: Place) -> str:
-    """Return where our peak is behind a baseline or behind what was wanted; "" for nowhere."""
+    """Return where our peak is behind a baseline or the target; "" for nowhere."""
     found = []
     for row in _with_baseline(whole):
         best, place = row.get("best"), f"{row.get('application')} ({row.get('how')})"

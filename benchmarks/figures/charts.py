@@ -1,4 +1,4 @@
-"""A result into its pictures; one look for all: no background, ink for light and dark pages."""
+"""Charts of results in one style: no background, ink for light and dark pages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def line(axes: Any, policy: str, x: Sequence[float], y: Sequence[float], *, marks: bool = True):
-    """Draw a policy's line in its own colour and with its own mark."""
+    """Draw a policy's line in its own colour and with its own marker."""
     dashes = "--" if policy == "flover_without_shuffle" else "-"
     marker = MARKERS.get(policy, "o") if marks else None
     axes.plot(x, y, dashes, color=COLOURS.get(policy, "#3D8FC0"), marker=marker, label=name(policy))
@@ -128,7 +128,7 @@ def bars(axes: Any, names: Sequence[str], values: Sequence[Spread], *, title: st
 
 
 def svg(draw: Callable[[], Figure], identifier: str) -> bytes:
-    """Return what `draw` draws as SVG, with the identifier of the result in its metadata."""
+    """Return the SVG of `draw`, with the identifier of the result in its metadata."""
     data = io.BytesIO()
     with matplotlib.rc_context(_RC):
         draw().savefig(data, format="svg", metadata={"Date": None, "Identifier": identifier})
@@ -210,7 +210,7 @@ def latency_split(result: Result) -> Figure:
 
 
 def online(result: Result) -> Figure:
-    """Draw latency over the requests served, a line a policy."""
+    """Draw latency over the requests served, with one line for each policy."""
     return _load_curves(result, ("policies",))
 
 
@@ -230,7 +230,7 @@ def conversations(number: int, result: Result) -> Figure:
 
 
 def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
-    """Draw latency over the requests served, a line a policy."""
+    """Draw latency over the requests served, with one line for each policy."""
     figure = canvas(7, 3.6)
     axes = figure.subplots()
     for policy, _ in result.items(*at):
@@ -245,7 +245,7 @@ def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
 
 
 def simulate(result: Result) -> Figure:
-    """Draw predicted over measured throughput, a point a policy."""
+    """Draw predicted over measured throughput, with one point for each policy."""
     figure = canvas(4, 4)
     axes: Any = figure.subplots()
     places = [("policies", i) for i, _ in result.items("policies")]
@@ -334,7 +334,7 @@ def _progress(result: Result) -> Figure:
 
 
 def _cumulative(result: Result, part: str, run: int) -> tuple[list[float], list[float]]:
-    """Return times and counts of tokens; an answer's lie evenly from its first to its end."""
+    """Return times and counts of tokens, evenly spaced between an answer's first and its end."""
     times: list[float] = []
     for i, _ in result.items(part, run, "requests"):
         at = (part, run, "requests", i)
@@ -416,7 +416,7 @@ _GAP = 0.2
 
 
 def _systems(figure: int, result: Result) -> Figure:
-    """Draw throughput by bound: a plot a model and task, a group a bound, a bar a system."""
+    """Draw throughput: a plot for each model and task, a group for each bound, a bar a system."""
     names = (
         tuple(_SYSTEM_COLOURS) if figure == 7 else ("fastertransformer", "rra", "waa", "continuous")
     )
@@ -442,7 +442,7 @@ def _systems(figure: int, result: Result) -> Figure:
 
 
 def _changed(result: Result) -> Figure:
-    """Draw figure 11 of WAA: throughput left alone and planned anew, and the p99 latency."""
+    """Draw figure 11 of WAA: throughput without a change and planned anew, and the p99 latency."""
     rows = [row for _, row in result.items("figure_11") if row["policy"] == "waa"]
     kinds = list(dict.fromkeys(row["changed"] for row in rows))
     picture = canvas(9, 2.9)
@@ -472,7 +472,7 @@ def _grouped(
     values: dict[str, list[float | None]],
     colours: dict[str, str] = _SYSTEM_COLOURS,
 ) -> None:
-    """Draw a group of bars a label; an x where a system does not keep it."""
+    """Draw a group of bars for each label; an x marks systems that do not keep it."""
     width = (1 - _GAP) / len(values)
     for i, (bar, heights) in enumerate(values.items()):
         places = [x + (i - (len(values) - 1) / 2) * width for x in range(len(labels))]
@@ -531,7 +531,7 @@ _HIGHEST = 40.0
 
 
 def _cell_charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
-    """Return what draws each figure of which the result has a workload."""
+    """Return the drawing functions of each figure for which the result has a workload."""
     found: dict[int, Callable[[Result], Figure]] = {
         number: partial(_lines, number) for number in _LINES if _workloads(result, number)
     }
@@ -673,9 +673,9 @@ _CHARTS: dict[str, Callable[[Result], Mapping[str, Chart]]] = {
 
 
 def charts(result: Result) -> dict[str, Chart]:
-    """Return what draws each figure, by its file name without ending.
+    """Return the drawing function of each figure, by its file name without the extension.
 
-    Figures are drawn by `svg`, and raise ResultFileError if the file lacks a field of its kind.
+    `svg` draws figures, and raises ResultFileError if the file lacks a field of its kind.
     """
     drawn = _CHARTS[result.kind](result) if result.kind in _CHARTS else {}
     return {f"{result.path.stem}{end}": chart for end, chart in drawn.items()}

@@ -33,7 +33,7 @@ _Point = dict[str, Any]
 
 
 def simulated(result: Result, link: str) -> str:
-    """Return the gains, every figure and table with the paper's, and what was lost."""
+    """Return the gains, every figure and table next to the paper's, and the lost comparisons."""
     whole = Place(result, link)
     return joined(
         _gains(result, link),
@@ -58,7 +58,7 @@ def simulated(result: Result, link: str) -> str:
 
 
 def bounds(result: Result, link: str) -> str:
-    """Return plans and hand-tuned batch sizes under equal bounds, and what was lost."""
+    """Return plans and hand-tuned batch sizes under equal bounds, and the lost comparisons."""
     points = [(task, point) for task, own in result.items("tasks") for point in own]
     policies = list(dict.fromkeys(policy for _, point in points for policy in point["best"]))
     header = ("task", "bound, s", *map(name, policies), "plan", "p99, s", "within the bound")
@@ -489,10 +489,10 @@ def _gains_in_words(points: Sequence[_Point], link: str) -> Iterator[list[str]]:
 
 
 def _margins(result: Result, link: str) -> Iterator[list[str]]:
-    """Yield by how much a p99 latency grows if lengths change and the schedule of WAA does not.
+    """Yield how much a p99 latency grows if lengths change and the schedule of WAA does not.
 
     That is the tighter bound under which the schedule has to be found (section 7.6): of all answers
-    (SLA a), and of answers as long as before (SLA b).
+    (SLA a), and of answers of the earlier lengths (SLA b).
     """
     rows = {
         (row["changed"], row["by"]): row
@@ -511,7 +511,7 @@ def _margins(result: Result, link: str) -> Iterator[list[str]]:
 
 
 def _changes(result: Result, link: str) -> Iterator[list[str]]:
-    """Yield how far RRA's unchanged schedule is from the one planned anew, at most."""
+    """Yield the largest gap of RRA's unchanged schedule to the one planned anew."""
     rows = [row for _, row in result.items("figure_11") if row["policy"] == "rra"]
     keys = {
         "throughput": ("left_alone_per_s", "planned_per_s"),

@@ -1,4 +1,4 @@
-"""Tables in Markdown: cells of a result, and the table of one kind of result as data."""
+"""Markdown tables: cells of a result, and the table of one kind of result as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_LOSS = 0.0005
 @final
 @dataclass(frozen=True)
 class Place:
-    """An object inside a result, and the address of the result's file as the page sees it."""
+    """An object inside a result, and the address of the result's file relative to the page."""
 
     result: Result
     link: str
@@ -58,7 +58,7 @@ class Table:
 
     Attributes:
       what: what it shows; a text may have fields of the result, such as {arguments[model]}.
-      how: in place of the number of runs, for figures that do not come from repeated runs.
+      how: replaces the number of runs, for figures that do not come from repeated runs.
       below: sentences and further tables.
     """
 
@@ -69,7 +69,7 @@ class Table:
     below: Callable[[Place], Iterable[str]] = lambda _: ()
 
     def __call__(self, result: Result, link: str) -> str:
-        """Return the caption, the table, and what is below it."""
+        """Return the caption, the table, and the text below it."""
         whole = Place(result, link)
         what = self.what.format_map(_Fields(result)) if isinstance(self.what, str) else None
         return joined(
@@ -128,7 +128,7 @@ def key(depth: int = -1) -> Cell:
 
 
 def text(*keys: str, form: str = "") -> Cell:
-    """Show a value as it is; an empty cell for None."""
+    """Show a value unchanged; an empty cell for None."""
 
     def cell(place: Place) -> str:
         found = place.get(*keys)
@@ -213,7 +213,7 @@ def where(result: Result) -> str:
 
 
 def shown(spread: Spread, form: str, unit: str = "", link: str | None = None) -> str:
-    """Return median and range; the range is left out where it rounds to the median."""
+    """Return median and range; the range is omitted if it rounds to the median."""
     median, low, high = (format(value, form) for value in (spread.median, spread.low, spread.high))
     text = f"{median}{unit}" if link is None else f"[{median}]({link}){unit}"
     return text if low == high == median else f"{text} ({low} to {high})"
@@ -294,7 +294,7 @@ def losses(
 
 
 def behind_by(own: Spread, other: Spread, *, is_lower_better: bool = False) -> float | None:
-    """Return by which share of the other's median ours is worse; None if it is not."""
+    """Return the share of the other's median by which ours is worse; None if it is not."""
     share = own.median / other.median - 1 if is_lower_better else 1 - own.median / other.median
     return share if share > _LEAST_LOSS else None
 

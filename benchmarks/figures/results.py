@@ -32,7 +32,7 @@ class Result:
         return self.data["benchmark"]
 
     def get(self, *keys: str | int) -> Any:
-        """Return the value under the keys, one inside the other.
+        """Return the value under nested keys.
 
         Raises:
           ResultFileError: there is no such value.
@@ -102,7 +102,7 @@ class Result:
 
     @property
     def has_peers(self) -> bool:
-        """Whether other engines ran beside ours."""
+        """Whether other engines ran in addition to ours."""
         return bool(self.data.get("compare"))
 
     def items(self, *keys: str | int) -> list[tuple[Any, Any]]:
@@ -126,7 +126,7 @@ def bound_name(result: Result) -> str:
 
 
 def is_quantised(result: Result) -> bool:
-    """Return whether an offline result is of weights in few bits."""
+    """Return whether an offline result has weights in few bits."""
     return result.data.get("quantize") is not None
 
 

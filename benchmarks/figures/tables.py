@@ -562,7 +562,7 @@ def _http_below(whole: Place) -> Iterator[str]:
 
 
 def _behind_peers(point: Place) -> Iterator[str]:
-    """Yield a sentence for each peer that is ahead of us in something at a point."""
+    """Yield a sentence for each peer that is ahead of us in some figure at a point."""
     ways = list(point.get("ways"))
     own = [way for way in _OUR_WAYS if way in ways][-1]
     ours = point.inside("ways", own)

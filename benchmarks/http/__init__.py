@@ -1,1 +1,1 @@
-"""What HTTP costs."""
+"""The cost of HTTP."""

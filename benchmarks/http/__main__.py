@@ -1,9 +1,9 @@
-"""What HTTP costs beside the same requests in process: `python -m benchmarks.http --help`.
+"""What HTTP costs over the same requests in process: `python -m benchmarks.http --help`.
 
-The requests come from another process, each on a connection of its own, and stream tokens. Once all
-come at once, for throughput; once as Poisson arrivals, for latencies. Their rate is the same for
-every way: half of the requests a second that our engine answers in process. The same client also
-asks over bare sockets, since it takes a share of the machine whatever the server is. With
+The requests come from another process, each on its own connection, and stream tokens. They first
+arrive all at once, for throughput; then as Poisson arrivals, for latencies. Their rate is the same
+for every way: half of the requests a second that our engine answers in process. The same client
+also sends requests over bare sockets, since it takes a share of the machine with any server. With
 `--compare` and `--peer`, it sends the same prompts to other servers, and to this one in the same
 form. No two requests to a server have the same prompt.
 """
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _asked(items: Sequence[WorkloadItem], count: int) -> list[WorkloadItem]:
-    """Return so many requests, from the beginning again where the workload has fewer."""
+    """Return `count` requests, starting again from the first if the workload has fewer."""
     return [items[i % len(items)] for i in range(count)]
 
 
@@ -133,7 +133,7 @@ def _point(
 
 
 def _costs(ours: Sequence[Figures], base: Sequence[Figures]) -> Figures:
-    """Return what HTTP costs beside another way, in each run and in the middle one."""
+    """Return the cost of HTTP over another way, in each run and in the middle one."""
     return summary(
         [
             {
@@ -163,7 +163,7 @@ class _Contest:
     Attributes:
       prompts: makes the prompts of each turn, the same for all ways.
       rt: records how long its engine took for each request.
-      failed: reasons why other servers take part no more.
+      failed: reasons why other servers no longer take part.
     """
 
     ways: Mapping[str, Way]

@@ -1,4 +1,4 @@
-"""The client of `benchmarks.http`, in a process of its own: sends requests at given times."""
+"""The client of `benchmarks.http`, in its own process: sends requests at given times."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LIMIT_S = 1800.0
 @final
 @dataclass
 class Seen:
-    """When the tokens of one answer came, in seconds after the request should have been sent.
+    """When the tokens of one answer arrived, in seconds after the request's planned time.
 
     Attributes:
-      at_s: when it should have been sent, by `time.perf_counter`.
+      at_s: its planned time, by `time.perf_counter`.
       sent_s: when it was sent, in seconds after that.
-      request_id: by which the server knows the request; "" where it does not say.
+      request_id: the server's id of the request; "" if it gives none.
     """
 
     times_s: list[float]
@@ -50,10 +50,10 @@ def send(
     arrivals_s: Sequence[float],
     path: str = "/inference/v1/generate",
 ) -> list[Seen]:
-    """Send each body at its time on a connection of its own, and return what came.
+    """Send each body at its time on its own connection, and return the received tokens.
 
     Args:
-      path: of an endpoint that streams token ids; or one that streams text and says the number of
+      path: of an endpoint that streams token ids; or one that streams text and gives the number of
         tokens at the end (`stream_options.include_usage`), as OpenAI's completions do.
 
     Raises:
@@ -82,7 +82,7 @@ def send(
 
 
 def main() -> None:
-    """Read the requests from stdin, and write what came to stdout."""
+    """Read the requests from stdin, and write the received tokens to stdout."""
     given = json.loads(sys.stdin.read())
     seen = asyncio.run(_send_all(**given))
     print(json.dumps([vars(each) for each in seen]))
@@ -140,9 +140,9 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def phases(seen: Sequence[Seen], records: Sequence[RequestRecord]) -> Figures | None:
     """Return the seconds of each part of the time to the first token, in its order.
 
-    `late_s` is the client's own: from the time at which a request should have been sent to that at
-    which it was. `before_engine_s` lasts until the engine's clock says that the request arrived,
-    `engine_s` until the engine had its first token, and `after_engine_s` until the client had it.
+    `late_s` is the client's own delay, from a request's planned time to its sending.
+    `before_engine_s` ends when the request arrives on the engine's clock, `engine_s` at the
+    engine's first token, and `after_engine_s` when the client receives it.
 
     All of them read `time.perf_counter`, which is one clock for all processes of a machine.
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def bare_socket(rt: Runtime) -> Iterator[str]:
     """Answer requests over sockets within the block, and yield the address ("http://...").
 
-    It takes the bodies of `/inference/v1/generate` and sends its events, with no more than what the
-    client of these benchmarks reads. It skips the head of a request, and answers with none. A
-    thread for each connection submits; the engine's thread writes each piece to the socket.
+    It accepts the bodies of `/inference/v1/generate` and sends its events, with only the fields
+    that the client of these benchmarks reads. It skips the head of a request, and answers without
+    one. A thread for each connection submits; the engine's thread writes each piece to the socket.
     """
 
     @final
@@ -86,11 +86,7 @@ def of_ours(rt: Runtime, socket_url: str, url: str, *, completions: bool) -> dic
 
 
 def completions_of(url: str, model: str, fields: Mapping[str, Any] | None = None) -> Way:
-    """Return the way over a server's `/v1/completions`.
-
-    Args:
-      fields: that each body has in addition.
-    """
+    """Return the way over a server's `/v1/completions`, with `fields` added to each body."""
 
     def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
         bodies = [
@@ -172,7 +168,7 @@ def _cleared(rt: Runtime, way: Way) -> Way:
 
 
 def _checked(seen: list[Seen], items: Sequence[WorkloadItem]) -> list[Seen]:
-    """Return what came, if all answers are as long as was asked for."""
+    """Return the results, if all answers have the requested lengths."""
     for i, (one, item) in enumerate(zip(seen, items, strict=True)):
         if one.num_tokens != item.num_output_tokens:
             raise PeerError(
@@ -190,11 +186,11 @@ _NUM_REPLACED = 4
 
 @final
 class DistinctPrompts:
-    """Gives every request of a benchmark a prompt that begins like no other one.
+    """Gives every request of a benchmark a prompt with a unique beginning.
 
     A few leading tokens are replaced by the number of the request, in tokens of the workload. So
-    prompts keep their length, and no prefix cache saves the work for a prompt that came before.
-    Prompts that are shorter than these may come again; caches keep no page of so few tokens.
+    prompts keep their length, and no prefix cache saves the work for an earlier prompt. Shorter
+    prompts may repeat; caches keep no page of that few tokens.
 
     Args:
       items: the workload.

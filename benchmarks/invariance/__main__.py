@@ -36,12 +36,11 @@ _MOST_LISTED = 100
 @final
 @dataclass
 class Requests:
-    """Requests, what they were answered with first, and where a later answer differs.
+    """Requests, their first answers, and where a later answer differs.
 
     Attributes:
       first: request -> its tokens and log-probabilities.
-      different: way, request, and the first token that differs, or -1 where only log-probabilities
-        do.
+      different: way, request, and the first token that differs, or -1 if only log-probabilities do.
     """
 
     prompts: list[list[int]]
@@ -69,7 +68,7 @@ class Requests:
         return cls([list(item.prompt_token_ids) for item in items], params)
 
     def compare(self, rt: Runtime, chosen: list[int], way: str) -> int:
-        """Compute some of the requests together; return the number that had an answer before."""
+        """Compute some of the requests together; return the number that had an earlier answer."""
         done = rt.generate(
             [self.prompts[i] for i in chosen], [self.params[i] for i in chosen], progress=False
         )
@@ -87,7 +86,7 @@ class Requests:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the number of pairs of each way, what differed, and the cost."""
+    """Return the number of pairs of each way, the differences, and the cost."""
     if options.pairs < 1:
         raise InvalidConfigError(f"--pairs is {options.pairs}; it must be at least 1")
     policy = parse_policies(options.policies)[0]
@@ -132,7 +131,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _small_pool(rt: Runtime, requests: Requests) -> int:
-    """Return bytes for pages of the two longest requests, so that more of them are preempted."""
+    """Return bytes for pages of the two longest requests, so that more requests are preempted."""
     stats = rt.stats()
     longest = max(
         len(prompt) + (each.max_tokens or 0)
@@ -145,7 +144,7 @@ def _small_pool(rt: Runtime, requests: Requests) -> int:
 def _compared(
     rt: Runtime, requests: Requests, way: str, num_pairs: int, seed: int
 ) -> dict[str, Any]:
-    """Return the counts of one way, after as many pairs of batches of a request as wanted."""
+    """Return the counts of one way, after the requested number of pairs of batches of a request."""
     rng = random.Random(f"{seed} {way}")
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     num_before, found, num_batches = len(requests.different), 0, 0
@@ -169,7 +168,7 @@ def _compared(
 
 
 def _scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
-    """Return in how many answers `Runtime.score` differs from what sampling reported."""
+    """Return the number of answers whose `Runtime.score` differs from what sampling reported."""
     answers = sorted(requests.first.items())
     scores = rt.score([[*requests.prompts[i], *each.token_ids] for i, each in answers])
     reported = [[token.logprob for token in _logprobs(each)] for _, each in answers]
@@ -177,7 +176,7 @@ def _scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
 
 
 def _processed_scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
-    """Return the same of the distributions that tokens were drawn from, where `score` has them."""
+    """Return the same for the distributions that tokens were drawn from, where `score` has them."""
     scores: list[np.ndarray] = []
     reported: list[list[float]] = []
     for i, each in sorted(requests.first.items()):
@@ -189,7 +188,7 @@ def _processed_scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
 
 
 def _differing(scores: list[np.ndarray], reported: list[list[float]]) -> dict[str, Any]:
-    """Compare the ends of scores, which belong to the answers, with what was reported of these."""
+    """Compare the ends of scores, which belong to the answers, with the reported values."""
     most, num_different = 0.0, 0
     for score, each in zip(scores, reported, strict=True):
         own, wanted = score[len(score) - len(each) :], np.array(each, np.float32)

@@ -1,7 +1,7 @@
 """The residual between sampling and training, by mode: `python -m benchmarks.invariance.residual`.
 
-Answers are drawn in one mode of serving after the other. The trainer's log-probabilities of their
-tokens are those of `model.whole_logprobs` in float32.
+Each mode of serving draws answers in turn. The trainer's log-probabilities of their tokens are
+those of `model.whole_logprobs` in float32.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels against the limits of the device, and beside other libraries' kernels."""
+"""Kernels against the limits of the device, and against other libraries' kernels."""

@@ -1,10 +1,9 @@
 """The GPU kernels against the limits of the device: `python -m benchmarks.kernels --help`.
 
 Paged attention at named shapes: time, the share of the roofline, the error against float32, and
-JAX's other attention kernels beside it. Writes into the cache and copies of pages: time, and the
-share of the copy bandwidth. Products with weights in few bits: time, and the share of the roofline.
-Tables on stderr, one JSON object on stdout; docs/benchmarks/gpu.md
-says what each figure means.
+JAX's other attention kernels. Writes into the cache and copies of pages: time, and the share of the
+copy bandwidth. Products with weights in few bits: time, and the share of the roofline. Tables on
+stderr, one JSON object on stdout; docs/benchmarks/gpu.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _measure(
 
 
 def _parts(shape: AttentionShape) -> list[AttentionShape]:
-    """Return the shape with its decoding rows alone, and with the others alone."""
+    """Return the shape with only its decoding rows, and with only the other rows."""
     kinds = [
         tuple(row for row in shape.rows if (row[0] == 1) == decodes) for decodes in (True, False)
     ]
@@ -153,7 +152,7 @@ def _kv_bytes(shape: AttentionShape, page_dtype: jnp.dtype) -> int:
 
 
 def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tuple[int, int]:
-    """Return the bytes that have to be moved, and the operations of both products."""
+    """Return the bytes that must be moved, and the operations of both products."""
     queries = sum(queries for queries, _ in shape.rows)
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
     each = shape.num_heads * shape.head_dim

@@ -1,4 +1,4 @@
-"""Time of all kernels but attention, in chains of calls: writes, copies, cells, products."""
+"""Time of all kernels except attention, in chains of calls: writes, copies, cells, products."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
 
 
 def _product_seconds(product: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> float:
-    """Return the seconds of one product in a chain, in which each waits for the one before."""
+    """Return the seconds of one product in a chain, in which each waits for the previous one."""
 
     def chain(x: jax.Array, weights: list[Any]) -> jax.Array:
         for i in range(CALLS):

@@ -2,7 +2,7 @@
 
 Products with all weights of a model's layers, attention of all its layers, and the passes between
 them, each in one program, for steps of few and of many tokens. The cases take turns, so that other
-work on the machine slows all alike. Prints one JSON object, and a table on stderr.
+work on the machine slows all equally. Prints one JSON object, and a table on stderr.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _product(weights: list[Any], kind: str, rows: int) -> Case:
 def _passes(rows: int, layers: int, implementation: Any) -> Case:
     """Two norms with their residual adds, a gated activation and a write, for each layer.
 
-    Each layer has inputs of its own, as products give them, and its outputs are kept.
+    Each layer has its own inputs, like those that products return, and its outputs are kept.
     """
     hidden, columns = SHAPES[0]
     both_width = SHAPES[2][1]

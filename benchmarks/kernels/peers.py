@@ -93,7 +93,7 @@ _QUERIES_COMPARED = 256
 @final
 @dataclass(frozen=True)
 class Case:
-    """Random queries, and pages of as many layers as keep them out of the device's caches.
+    """Random queries, and pages of enough layers to exceed the device's caches.
 
     Attributes:
       page_size: of the peer, which may differ from the shape's.
@@ -214,10 +214,10 @@ def _starts(lengths: torch.Tensor) -> torch.Tensor:
 
 @final
 class Dense:
-    """A backend of it: "flash" (FlashAttention-2) or "cudnn".
+    """One of its backends: "flash" (FlashAttention-2) or "cudnn".
 
     Attributes:
-      page_size: of the pages that dense keys are laid out from.
+      page_size: of the pages from which dense keys are laid out.
     """
 
     page_size = 128
@@ -229,7 +229,7 @@ class Dense:
         ]
 
     def prepare(self, case: Case) -> Attend:
-        """Return the call to time. Raises NotImplementedError for a shape that it cannot serve."""
+        """Return the call to time. Raises NotImplementedError for an unsupported shape."""
         shape = case.shape
         queries, context = shape.rows[0]
         if len(set(shape.rows)) > 1 or not (queries == 1 or queries == context):
@@ -256,7 +256,7 @@ class Dense:
 
 @final
 class FlashAttention2:
-    """`flash_attn`, whose pages have 256 tokens at least."""
+    """`flash_attn`, whose pages have at least 256 tokens."""
 
     page_size = 256
     package = "flash_attn"
@@ -471,7 +471,7 @@ class Peer(Protocol):
     package: str
 
     def prepare(self, case: Case) -> Attend:
-        """Return the call to time. Raises NotImplementedError for a shape that it cannot serve."""
+        """Return the call to time. Raises NotImplementedError for an unsupported shape."""
         ...
 
 

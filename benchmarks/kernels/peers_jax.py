@@ -1,9 +1,9 @@
 """JAX's own attention kernels for GPUs, at the shapes of ours, in the same process.
 
 `jax_paged` is `jax.experimental.pallas.ops.gpu.paged_attention`, for decoding only. `cudnn_dense`
-is cuDNN's flash attention through `jax.nn.dot_product_attention`, over dense keys and values:
-nothing is looked up in page tables. `cudnn_paged` is the same over pages, which JAX has in private.
-All read other memory at every call, as ours.
+is cuDNN's flash attention through `jax.nn.dot_product_attention`, over dense keys and values,
+without page table look-ups. `cudnn_paged` is the same over pages, which JAX has in private. Like
+ours, each reads different memory at every call.
 """
 
 from __future__ import annotations

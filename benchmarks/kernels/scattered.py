@@ -1,8 +1,9 @@
 """Attention over scattered pages: `python -m benchmarks.kernels.scattered --help`.
 
-Figure 3.17 of the Pensieve thesis: attention of several tokens a row over scattered pages, beside
-copying the pages into one piece first, and one token at a time. The ways take turns. A table on
-stderr, one JSON object on stdout; docs/benchmarks/conversations.md says what each figure means.
+Figure 3.17 of the Pensieve thesis: attention of several tokens a row over scattered pages, against
+copying the pages into one piece first, and against one token at a time. The ways take turns. A
+table on stderr, one JSON object on stdout; docs/benchmarks/conversations.md says what each figure
+means.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace, context: int) -> Figures:
-    """Time the ways in turns, after a call of each that compiles and is checked."""
+    """Time the ways in turns, after one call of each that compiles and is checked."""
     shape = AttentionShape(
         name=f"{options.batch}x{options.queries}_of_{context}",
         num_heads=options.heads,
@@ -75,7 +76,7 @@ def _over_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
 
 
 def _copied_out(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
-    """Copy the pages of each row beside each other, in order, and attend to the copies."""
+    """Copy the pages of each row to adjacent places, in order, and attend to the copies."""
     num_rows, width = rows.page_table.shape
     whole = jnp.arange(num_rows * width, dtype=jnp.int32).reshape(num_rows, width)
     k_whole, v_whole = (pages[:, rows.page_table.reshape(-1)] for pages in (k_pages, v_pages))

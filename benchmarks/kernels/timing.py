@@ -1,6 +1,6 @@
 """Time and error of paged attention on a device, at one shape with random inputs.
 
-Each call reads another layer of the cache, and takes its queries from the call before.
+Each call reads another layer of the cache, and takes its queries from the previous call.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def inputs(
 ) -> tuple[jax.Array, Pages, Rows]:
     """Return random queries, pages and rows, made on the device.
 
-    Pages lie scattered, and no two rows share one.
+    Pages are scattered, and no two rows share one.
     """
     lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
     contexts = np.asarray([context for _, context in shape.rows], np.int32)
@@ -182,7 +182,7 @@ def time_chain(
 ) -> float:
     """Return the seconds of one call, in a chain over the layers in turn.
 
-    Each call takes the output of the call before as its queries.
+    Each call takes the output of the previous call as its queries.
 
     Args:
       attend: takes queries, a layer, and `given`.

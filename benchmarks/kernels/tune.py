@@ -1,6 +1,6 @@
 """The fastest tiles of attention on this GPU: `python -m benchmarks.kernels.tune --help`.
 
-Each size in turn takes every one of its values while the others stay, and keeps the fastest; a
+Each size in turn takes every one of its values while the other sizes stay, and keeps the fastest; a
 value that does not compile is skipped. The result is compared with float32 and then written to
 `pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read. A table on stderr, one
 JSON object on stdout.

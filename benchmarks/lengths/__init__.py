@@ -1,1 +1,1 @@
-"""How well the lengths of answers are predicted."""
+"""The accuracy of predicted answer lengths."""

@@ -1,8 +1,8 @@
 """Accuracy of predicted answer lengths: `python -m benchmarks.lengths.predictor --help`.
 
 A predictor is trained on ShareGPT, or on other data, and compared with baselines on conversations
-that none of them saw. A table on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says
-what each figure means.
+that none of them was trained on. A table on stderr, one JSON object on stdout;
+docs/benchmarks/lengths.md says what each figure means.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Accuracy and cost of a probe of remaining lengths: `python -m benchmarks.lengths.probe --help`.
 
-A probe is trained on a model's own answers and tested on others, beside survival alone, of all
-answers and of an encoder's predictions. Then decode loops with and without it are timed in turns.
-Tables on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says what each figure means.
+A probe is trained on some of a model's own answers and tested on the rest, against survival alone,
+of all answers and of an encoder's predictions. Then decode loops with and without it are timed in
+turns. Tables on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says what each figure
+means.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Time that the host takes for a step, and how well simulations predict runs."""
+"""The host's time for a step, and the accuracy of simulated runs."""

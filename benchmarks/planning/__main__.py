@@ -1,8 +1,8 @@
 """Time that planning and the whole host take a step: `python -m benchmarks.planning --help`.
 
-The scheduler and the engine as they serve, on the simulated executor, with full slots and many
-waiting requests. `--against CHECKOUT` measures another checkout with the same file, in turns. A
-table on stderr, one JSON object on stdout; docs/benchmarks/planning.md says what each figure means.
+The serving scheduler and engine run on the simulated executor, with full slots and many waiting
+requests. `--against CHECKOUT` measures another checkout with the same file, in turns. A table on
+stderr, one JSON object on stdout; docs/benchmarks/planning.md says what each figure means.
 """
 
 from __future__ import annotations

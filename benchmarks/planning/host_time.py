@@ -1,8 +1,8 @@
-"""One measurement of the host's time a step, of whichever checkout is on the path.
+"""One measurement of the host's time for a step, of the checkout that is on the path.
 
 `python benchmarks/planning/host_time.py OPTIONS`, with OPTIONS in JSON, prints a JSON list of
-points. It imports jaxserve alone, and of it only what the commits to compare have in common, so
-that `benchmarks.planning` can run this very file against other checkouts.
+points. It imports only jaxserve, and of it only what the compared commits have in common, so that
+`benchmarks.planning` can run this very file against other checkouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TimedExecutor:
         return getattr(self._executor, name)
 
     def submit(self, plan: Any) -> Any:
-        """Carry out a plan, see `Executor`."""
+        """Carry out a plan and add the time."""
         begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
         handle = self._executor.submit(plan)
         self.spent_s += time.perf_counter() - begin_s
@@ -87,7 +87,7 @@ def measure(
     A request arrives for each that ends. Returned are median, 99th percentile and maximum, in
     milliseconds a step, of planning (`planning_ms`) and of the host's whole work without the
     simulated device: planning, records, applying results (`host_ms`). `planning_cpu_ms` and
-    `host_cpu_ms` count the CPU time alone, which other work on the machine changes less.
+    `host_cpu_ms` are CPU time, which other work on the machine changes less.
     """
     is_long = max_context > _SHORT_CONTEXT
     num_pages = _PAGES_A_SLOT * max_slots
@@ -141,10 +141,10 @@ def measure(
 
 
 class _Requests:
-    """Random requests that differ in prompt, length of the answer, and its prediction.
+    """Random requests that differ in prompt, answer length, and predicted length.
 
     Args:
-      max_context: of the long ones among them; None for short ones alone.
+      max_context: of the long requests; None for short requests only.
     """
 
     def __init__(self, max_context: int | None) -> None:

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def with_split(figures: Figures) -> Figures:
     """Add `latency_split_s` (figure 6 of the S3 paper): seconds of three parts of a run.
 
-    Planning and predicting (`overhead`) mostly go on while the device computes, so that they are
-    not part of a request's latency.
+    Planning and predicting (`overhead`) mostly run while the device computes, so they are not part
+    of a request's latency.
     """
     engine = figures["engine"]
     split = {

@@ -146,9 +146,9 @@ def _prior(workload: str, seed: int) -> np.ndarray:
 def _predictions(
     workload: str, items: Sequence[WorkloadItem], noise: float | None, seed: int
 ) -> list[LengthPrediction] | None:
-    """Return what a calibrated predictor says that sees the logarithm of each length with noise.
+    """Return a calibrated predictor's outputs from the logarithm of each length with noise.
 
-    With infinite noise it says of each what is known of all.
+    With infinite noise every prediction is the distribution of all lengths.
     """
     if noise is None:
         return None

@@ -1,7 +1,7 @@
 """Seconds from an empty process to the first token: `python -m benchmarks.startup MODEL`.
 
-Each start is a new process. A cold one finds the download alone: neither compiled kernels, nor
-converted weights, nor executables. A warm one finds what the cold one left. Run it alone.
+Each start is a new process. A cold start finds only the download: no compiled kernels, converted
+weights, or executables. A warm start finds those that the cold one left. Run it alone.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _leave_page_cache(path: Path) -> None:
-    """Write a file to the disk, and drop it from the page cache."""
+    """Write a file to the disk, and evict it from the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -213,7 +213,7 @@ def _load(folder: Path, dtype: str) -> dict[str, Any]:
 
 @final
 class _PeakOf:
-    """Samples a field of this process's status every `_SAMPLE_S` seconds; has its largest value."""
+    """The largest value of a field of this process's status, sampled every `_SAMPLE_S` seconds."""
 
     def __init__(self, field: str):
         self.peak_bytes = 0

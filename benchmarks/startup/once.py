@@ -1,4 +1,4 @@
-"""One start in this process, and where its seconds went."""
+"""One start in this process, and the seconds of its parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _STAGES = ("tokenizer", "weights", "cache")
 def start_once(model: str, settings: dict[str, Any], begin_s: float) -> dict[str, Any]:
     """Start a runtime, answer one prompt twice, and return the seconds of each part.
 
-    Seconds of executables are those of the threads that made them, side by side, and so do not add
-    up to the whole.
+    Executables' seconds are those of the threads that made them concurrently, and so do not add up
+    to the whole.
 
     Args:
       begin_s: `time.time()` at which the process was started.

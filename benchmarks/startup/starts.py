@@ -40,7 +40,7 @@ def start_times(model: str, settings: dict[str, Any]) -> dict[str, dict[str, flo
 
 @contextmanager
 def cold_cache() -> Iterator[str]:
-    """Yield a cache folder that holds the downloads alone; it is removed again."""
+    """Yield a cache folder that holds only the downloads; it is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-cold-") as folder:
         downloads = cache_folder() / "assets"
         if downloads.is_dir():

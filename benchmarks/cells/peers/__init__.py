@@ -1,1 +1,1 @@
-"""Other systems on the same requests and weights, each in an environment of its own."""
+"""Other systems on the same requests and weights, each in its own environment."""

@@ -35,7 +35,7 @@ class CellPeer:
     """A script, its environment and what it serves.
 
     Attributes:
-      variant: what the script should do, if it does several things.
+      variant: the script's mode, if it has several.
       max_batch: the most requests of a batch; None for `max_batch_of` the application.
     """
 
@@ -102,8 +102,8 @@ def run_peers(
 ) -> list[dict[str, Any]]:
     """Return every system's figures on the requests of each application.
 
-    They come all at once, and at a moderate load: half of the most that a peer served when all came
-    at once.
+    Requests arrive all at once, and at a moderate load: half of the highest rate that a peer served
+    when all arrived at once.
     """
     found: list[dict[str, Any]] = []
     commands, failed = _commands(peers)
@@ -163,7 +163,7 @@ def run_peers(
 
 
 def max_batch_of(requests: Sequence[CellRequest], sizes: Sizes) -> int:
-    """Return the most requests of a batch that every cell of an application allows."""
+    """Return the largest batch, in requests, that every cell of an application allows."""
     return min(sizes.max_batch[cell] for request in requests for cell in request.counts())
 
 
@@ -198,8 +198,7 @@ def _interleaved(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the figures of every run; a system that fails does not run again.
 
-    Args:
-      max_batch: the most requests of a batch, of systems without a limit of their own.
+    `max_batch` is the most requests of a batch for systems without their own limit.
     """
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     reference: list[list[float]] | None = None

@@ -15,7 +15,7 @@ _MOST_LOSS = 0.1
 
 
 def main() -> None:
-    """Serve the job's requests and print what it took."""
+    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import numpy as np
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _pairs(tree: Any) -> Any:
-    """Return a tree with pairs in place of JSON's lists; trees of sentences are not deep."""
+    """Return a tree with pairs instead of JSON's lists; trees of sentences are not deep."""
     return tuple(map(_pairs, tree)) if isinstance(tree, list) else tree
 
 

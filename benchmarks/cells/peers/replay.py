@@ -1,6 +1,6 @@
-"""The serving loop of a peer: batches of what has arrived, one after the other, in real time.
+"""The serving loop of a peer: batches of arrived requests, one after the other, in real time.
 
-It needs the standard library alone, since every peer runs in its own environment.
+It uses only the standard library, since every peer runs in its own environment.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _SPIN_S = 0.001
 
 
 class Queue(Protocol):
-    """Requests that wait, by their numbers."""
+    """Waiting requests, by their numbers."""
 
     def add(self, number: int) -> None: ...
 
     def take(self) -> list[int]:
-        """Remove and return the next batch; none if none wait."""
+        """Remove and return the next batch, which may be empty."""
         ...
 
 
 class FirstCome:
-    """The first `size` requests that wait."""
+    """The first `size` waiting requests."""
 
     def __init__(self, size: int):
         self._size = size
@@ -95,16 +95,15 @@ def play(
 
 
 def settle() -> None:
-    """Exempt what exists from garbage collection, as servers do after their start.
+    """Exempt existing objects from garbage collection, as servers do after their start.
 
-    A full collection would go through the objects of all imported libraries while requests wait.
+    A full collection would scan the objects of all imported libraries while requests wait.
     """
     gc.collect()
     gc.freeze()
 
 
 def read_job() -> dict[str, Any]:
-    """Return the job whose file is the first argument."""
     with open(sys.argv[1], encoding="utf-8") as file:
         return json.load(file)
 
@@ -112,5 +111,5 @@ def read_job() -> dict[str, Any]:
 def answer(
     startup_s: float, times: Sequence[tuple[float, float]], values: Sequence[Sequence[float]]
 ) -> None:
-    """Print the result: the times of each request, and the values that agree between systems."""
+    """Print the times of each request, and the values on which systems must agree."""
     print(json.dumps({"startup_s": startup_s, "times": times, "values": values}))

@@ -11,7 +11,7 @@ _SHOWN = 8
 
 
 def main() -> None:
-    """Serve the job's requests and print what it took."""
+    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import numpy as np
     import torch
@@ -45,7 +45,7 @@ def main() -> None:
     values: dict[int, list[float]] = {}
 
     def root(fold: Any, request: Any) -> Any:
-        """Add the nodes of a tree, and return what stands for the root's h."""
+        """Add the nodes of a tree, and return a reference to the root's h."""
         done: list[Any] = []
         open: list[Any] = [request["tree"]]
         while open:

@@ -1,1 +1,1 @@
-"""Other servers on the same requests: scripts that run in environments of their own."""
+"""Other servers on the same requests: scripts that run in their own environments."""

@@ -1,4 +1,4 @@
-"""Servers of other engines, which `--compare` starts beside ours and ends again."""
+"""Servers of other engines, which `--compare` starts next to ours and ends again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PeerServer:
 
     Attributes:
       script: becomes the server of a job's model: `python SCRIPT JOB.json PORT`.
-      fields: that its requests have in addition.
+      fields: additional fields of its requests.
     """
 
     script: str
@@ -49,7 +49,7 @@ class PeerServer:
 @final
 @dataclass
 class Started:
-    """The servers that answer, and why others do not, each by its name.
+    """The servers that answer, and the reasons of those that do not, by name.
 
     Attributes:
       startup_s: seconds from the start of the process to its first answer.
@@ -95,12 +95,12 @@ def started(
 ) -> Iterator[Started]:
     """Serve a GGUF model by other engines within the block; their servers start in turn.
 
-    The last lines of the log of a server that does not answer are printed on stderr.
+    If a server does not answer, the last lines of its log are printed on stderr.
 
     Args:
-      items: requests that a server has room for.
+      items: requests that a server must have room for.
       batch_size: most sequences at once.
-      limit_s: seconds in which a server has to answer.
+      limit_s: seconds within which a server must answer.
     """
     found = Started()
     with tempfile.TemporaryDirectory(prefix="jaxserve-servers-") as text, ExitStack() as servers:

@@ -1,4 +1,4 @@
-"""What every engine measures of a job; scripts in environments of their own import it."""
+"""The measurements of every engine; scripts in their own environments import it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 
 def timed(answers: Callable[[list[dict]], list[list[int]]], job: dict) -> dict[str, Any]:
-    """Return the seconds and the tokens of all requests, and of each of the job's fewer ones.
+    """Return the seconds and the tokens of all requests, and of each of the job's smaller numbers.
 
-    Args:
-      answers: returns the tokens of requests that are submitted at once.
+    `answers` returns the tokens of requests that are submitted at once.
     """
 
     def once(requests: list[dict]) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Environment:
 
     Attributes:
       requirements: pinned.
-      removed: packages to uninstall again, which others require and the peer does not need.
+      removed: packages to uninstall after installation, which another package requires and the peer
+        does not need.
       build_variables: environment variables for a package that is compiled.
     """
 
@@ -44,7 +45,7 @@ class Environment:
     build_variables: Mapping[str, str] = field(default_factory=dict)
 
     def python(self) -> Path:
-        """Return its interpreter; make the environment first if it is missing.
+        """Return its interpreter, after creating a missing environment.
 
         Raises:
           PeerError: pip failed; the reason is on stderr.
@@ -90,7 +91,7 @@ class Peer:
     few_bits: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """Return the command without the job's path; make the environment if it is missing."""
+        """Return the command without the job's path, after creating a missing environment."""
         return [str(self.environment.python()), str(SCRIPTS / self.script)]
 
 
@@ -131,7 +132,7 @@ GROUPS = {"transformers": ("transformers_static", "transformers_continuous")}
 
 
 def named(names: str) -> dict[str, Peer]:
-    """Return the peers of a list separated by commas; a group stands for its members."""
+    """Return the peers of a list separated by commas; a group is replaced by its members."""
     given = [name.strip() for name in names.split(",")]
     unknown = sorted(set(given) - set(PEERS) - set(GROUPS))
     if unknown:
@@ -174,8 +175,8 @@ def compare(
 
     Args:
       settings: of our runtime.
-      fewer: numbers of requests; each engine also answers only so many, in the same process.
-      speculates: whether peers look proposals up in the request; `settings` say so for ours.
+      fewer: numbers of requests; each engine also answers only that many, in the same process.
+      speculates: whether peers look proposals up in the request; for ours, `settings` decide.
     """
     from benchmarks.offline.peers.job import write_job, write_models  # needs the extra `gguf`
 
@@ -232,7 +233,7 @@ def interleave(
 ) -> dict[str, Runs]:
     """Run every engine in turn, `repeats` times; an engine that fails does not run again.
 
-    Ctrl-C keeps the rounds that all engines have ended.
+    Ctrl-C keeps the rounds that all engines have completed.
 
     Args:
       lengths: of the answers, which are checked.
@@ -269,8 +270,8 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
     """Return the medians and ranges of every engine, see `benchmarks.common.repeats.summary`.
 
     `jaxserve_is_faster_by` is an engine's wall time over ours of the same round; `same_answers`
-    counts the whole answers that agree with those of our first run. An engine without a run has
-    neither, and one that ran while ours failed has no comparison.
+    counts the whole answers that agree with our first run's. An engine without a run has neither,
+    and one that ran while ours failed has no comparison.
     """
     ours = runs[OURS].results
     figures = {}

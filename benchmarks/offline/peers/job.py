@@ -98,16 +98,16 @@ BLOCKS = {
 def write_models(source: Path, folder: Path, quantize: str | None = None) -> dict[str, str]:
     """Write a GGUF model as safetensors with a config.json (a folder), and as GGUF in F16 and F32.
 
-    Matrices are rounded to float16 once and written from there, so that all hold the same values.
-    The F32 file is for llama.cpp, which knows end tokens by their names and forbids them when told
-    to ignore them. In this file control tokens have other names, and the end token is one that no
-    answer has.
+    Matrices are rounded to float16 once and written from there, so that all files hold the same
+    values. The F32 file is for llama.cpp, which recognises end tokens by their names and forbids
+    them when it should ignore them. In this file control tokens have other names, and the end token
+    is one that no answer has.
 
     With `quantize`, GGUF files are added with the matrices in the blocks of `BLOCKS`, the
     embedding's and the head's in Q8_0, or for "keep" in the source's: "few_bits", and
     "few_bits_endless" for llama.cpp. For vLLM, which reads no GGUF file on CPUs, the weights of the
-    layers are rounded to a folder "compressed_tensors" (see `vllm_folder`). Our runtime
-    rounds the same float16 numbers when it loads them, or keeps the source's blocks.
+    layers are rounded to a folder "compressed_tensors" (see `vllm_folder`). Our runtime rounds the
+    same float16 numbers when it loads them, or keeps the source's blocks.
     """
     paths = {
         "F16": folder / "model.F16.gguf",
@@ -150,13 +150,13 @@ def write_job(
 ) -> None:
     """Write the job file.
 
-    `models` as `write_models` returns them; `batch_size` is the most sequences at once;
-    `max_context` the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of
-    those in float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the
-    `max_tokens` that a scheduler may know. `settings` are for our runtime alone. For each number
-    in `fewer`, so many of the first requests are answered alone too. If it `speculates`, peers look
-    proposals up in the request. `activations` is the dtype in which a peer computes with weights in
-    few bits: 16 bits where the processor has instructions for it, since peers are faster then.
+    `models` are those of `write_models`; `batch_size` is the most sequences at once; `max_context`
+    the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of those in
+    float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the `max_tokens` that
+    a scheduler may know. `settings` are for our runtime alone. For each number in `fewer`, that
+    many of the first requests are also answered alone. If it `speculates`, peers look proposals up
+    in the request. `activations` is the dtype in which a peer computes with weights in few bits: 16
+    bits if the processor has instructions for it, since peers are faster then.
     """
     max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
     config = GGUFSource(models["F16"]).config
@@ -210,7 +210,7 @@ def _write_gguf(
     keeps: bool = False,
     blocks: gguf.GGMLQuantizationType | None = None,
 ) -> None:
-    """The file again, its matrices as they are, in blocks, or in `dtype`, in the file's order."""
+    """Rewrite the file in its order, with matrices unchanged, in blocks, or in `dtype`."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -245,7 +245,7 @@ def _write_gguf(
 
 
 def _without_end(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """Metadata under which no token that a model produces ends its answer."""
+    """Return metadata under which no token that a model produces ends its answer."""
     keys = gguf.Keys.Tokenizer
     types = reader.fields[keys.TOKEN_TYPE].contents()
     control = [i for i, kind in enumerate(types) if kind == gguf.TokenType.CONTROL]

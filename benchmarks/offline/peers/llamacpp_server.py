@@ -21,7 +21,7 @@ LOOKUP = "ngram-cache"
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print what it took."""
+    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
@@ -85,7 +85,7 @@ def _wait_until_ready(server: subprocess.Popen, address: str) -> None:
 
 
 def _answer(address: str, request: dict) -> list[int]:
-    """Greedy. `ignore_eos` forbids the end token, which in this file is one that never comes."""
+    """Answer greedily. `ignore_eos` forbids the end token, an unused one in this file."""
     body = {
         "prompt": request["prompt"],
         "n_predict": request["num_output_tokens"],

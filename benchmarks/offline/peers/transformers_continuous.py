@@ -11,7 +11,7 @@ MAX_BATCH_TOKENS = 512  # of one step; its default is made for GPUs and for long
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print what it took."""
+    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     import torch
     from answering import timed  # a script finds the module beside it; `benchmarks.decode` does not
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def answer(manager, requests: list[dict]) -> list[list[int]]:
-    """New tokens of each request, all submitted at once.
+    """Return new tokens of each request, all submitted at once.
 
-    What `generate_batch` does, which has one length for all.
+    It repeats `generate_batch`, which has one length for all.
     """
     indices = {
         manager.add_request(request["prompt"], max_new_tokens=request["num_output_tokens"]): index

@@ -11,7 +11,7 @@ from answering import timed
 
 
 def main() -> None:
-    """Answer the job's requests in their order, a batch at a time, and print what it took."""
+    """Answer the job's requests in their order, a batch at a time, and print the result."""
     begin_s = time.perf_counter()
     import torch
     from transformers import AutoModelForCausalLM
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _answer(torch, model, requests: list[dict]) -> list[list[int]]:
-    """The batch runs to its longest answer; every request keeps as many tokens as it wants."""
+    """Run a batch to its longest answer; each request keeps its number of tokens."""
     width = max(len(request["prompt"]) for request in requests)
     padding = [width - len(request["prompt"]) for request in requests]
     ids = [[0] * pad + request["prompt"] for pad, request in zip(padding, requests, strict=True)]

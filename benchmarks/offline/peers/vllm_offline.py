@@ -1,4 +1,4 @@
-"""vLLM's CPU build, compiled as is its default. Runs in its own environment."""
+"""vLLM's CPU build, compiled by default. Runs in its own environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print what it took."""
+    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def set_environment(job: dict) -> None:
-    """Use a thread on every core (vLLM keeps one back) and OpenMP as its manual advises."""
+    """Use a thread on every core (vLLM reserves one) and OpenMP as its manual advises."""
     cores = sorted(os.sched_getaffinity(0))
     openmp = sorted(Path(sys.prefix, "lib").glob("libiomp5.so"))
     os.environ |= {
