@@ -147,10 +147,7 @@ def measure_groups(
     """Time the steps of each device group, alone and while the other computes, and the handovers.
 
     The executor must be idle. Afterwards its slots are inert and its pages are overwritten.
-
-    Args:
-      origins: the origin of each group's table.
-      clock, rounds: see `measure`.
+    `origins` are those of the groups' tables; for the rest see `measure`.
     """
     groups = tuple(
         measure(executor, origin, clock, group=group, rounds=rounds, progress=progress)
@@ -219,15 +216,11 @@ class GroupSizes:
 
 
 def derived(times: StepTimes, size: int, other: StepTimes | None = None) -> StepTimes:
-    """Return the times of a group of `size` devices, derived from groups of other sizes.
+    """Return the times of a group of `size` devices, derived from `times` (the nearest size).
 
-    A step on k devices takes s + p / k seconds (Amdahl's law). The median ratio between two
-    measured sizes gives s and p. With one size s is 0, which overrates larger groups and underrates
+    A step on k devices takes s + p / k seconds (Amdahl's law). The median ratio to `other`, another
+    measured size, gives s and p. Without one s is 0, which overrates larger groups and underrates
     smaller ones. The host's times do not change.
-
-    Args:
-      times: the nearest measured size.
-      other: another measured size, if there is one.
     """
     count = times.origin.device["count"]
     parallel = 1.0

@@ -44,12 +44,7 @@ Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
 @final
 @dataclass(frozen=True)
 class Shape:
-    """A shape to time; `time` measures and returns the median seconds per step.
-
-    Attributes:
-      size: compiled size.
-      positions: positions attended to per iteration.
-    """
+    """A shape of a compiled size, attending to `positions` an iteration; `time` measures it."""
 
     name: str
     size: int
@@ -483,11 +478,10 @@ def _step_s(
     handover: StepPlan | None = None,
     planned: Iterator[None] | None = None,
 ) -> list[float]:
-    """Return the mean seconds from one step's end to the next one's, of each lane of steps.
+    """Return the mean seconds from one step's end to the next one's, of concurrent lanes of steps.
 
-    All lanes run at the same time, each with two steps in flight. `handover` follows each step of
-    the first lane, unless the previous handover is still running. `planned` does the host's work
-    for a step.
+    Each lane has two steps in flight. `handover` follows each step of the first lane, unless the
+    previous one is still running. `planned` does the host's work for a step.
     """
     copying: StepHandle | None = None
     lanes = [deque(executor.submit(next(lane)) for _ in range(2)) for lane in plans]

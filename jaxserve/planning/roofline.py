@@ -129,11 +129,7 @@ class RooflineCost:
         return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
 
     def chunk_cost(self, longest: int) -> RecomputeCost:
-        """Return the cost of computing a page in a full step, for contexts of up to `longest`
-        tokens.
-
-        The equations are Pensieve's 3.5 and 3.6.
-        """
+        """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6)."""
 
         def seconds(context: int) -> float:
             return self.page_tokens * self._token_s + self._chunk_attention_s(context)

@@ -354,11 +354,7 @@ UNREADABLE = (
 
 
 def checked_number(value: Any) -> float:
-    """Return a number that was read from a file as a float.
-
-    Raises:
-      ValueError: it is not a number, negative or over `_MAX_NUMBER`.
-    """
+    """Return a number from a file as a float; raise ValueError outside 0 to `_MAX_NUMBER`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(f"{reprlib.repr(value)} is not a number of 0 to {_MAX_NUMBER:g}")
@@ -375,11 +371,7 @@ def write_table(path: str | Path, table: dict[str, Any]) -> None:
 def read_table(
     path: str | Path, read: Callable[[dict[str, Any]], Times], what: str, writer: str
 ) -> Times:
-    """Read a JSON file of measured times and convert it with `read`.
-
-    Raises:
-      InvalidProfileError: the file cannot be read, or holds something else.
-    """
+    """Read a JSON file and convert it with `read`; raise InvalidProfileError for other contents."""
     try:
         return read(json.loads(Path(path).read_text(encoding="utf-8")))
     except UNREADABLE as error:

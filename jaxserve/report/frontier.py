@@ -37,7 +37,6 @@ def draw_frontier(
 
     Args:
       chosen: latency bound in seconds -> the schedule chosen for it; these are marked.
-      title: of the picture, such as model and lengths.
     """
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()

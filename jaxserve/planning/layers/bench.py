@@ -58,13 +58,10 @@ _LONG_S = 0.25
 
 
 def seconds_of(call: Callable[[Any], Any], start: Any) -> tuple[float, Any]:
-    """Return the seconds of a call, and its last result.
+    """Return the seconds of a call, and its last result; the first call may donate `start`.
 
     Each call takes the previous result, so that calls follow each other on the device as layers do.
     The first call, which compiles, is not counted. A call of `_LONG_S` or more is timed once.
-
-    Args:
-      start: the argument of the first call, which may donate it.
     """
     value = jax.block_until_ready(call(start))
     began_s = time.perf_counter()
@@ -231,13 +228,10 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 
 @final
 class ShardedLayer:
-    """A layer with random weights, its KV cache, and the model's head, on some devices.
+    """A layer with random weights, its KV cache, and the model's head, sharded over devices.
 
-    For an encoder-decoder model it has one decoder layer and one encoder layer.
-
-    Args:
-      config: of a model with one layer, see `one_layer`.
-      devices: one per shard.
+    `config` is that of `one_layer`; of an encoder-decoder model it has a decoder and an encoder
+    layer.
     """
 
     def __init__(self, config: DecoderConfig, sizes: LayerSizes, devices: Sequence[Any]):
@@ -521,11 +515,8 @@ def degrees_of(config: DecoderConfig, devices: Sequence[Any]) -> tuple[int, ...]
 class LayerBench:
     """A `LayerTimer` of a model's first layer with full attention, with random weights.
 
-    For an encoder-decoder model it times the first encoder layer and the first decoder layer.
-
-    Args:
-      devices: the cluster's devices; a degree d uses the first d.
-      degrees: degrees to time; by default all that `degrees_of` returns.
+    For an encoder-decoder model it times the first encoder layer and the first decoder layer. A
+    degree d (of `degrees`, by default all that `degrees_of` returns) uses the first d devices.
 
     Raises:
       InvalidConfigError: a degree does not divide the layer or exceeds the number of devices, or

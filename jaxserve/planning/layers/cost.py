@@ -122,7 +122,8 @@ class MeasuredLayerCost:
     def slowdown(self, degree: int) -> float:
         """Return how many times as long `degree` devices take when all devices compute.
 
-        Noise is limited to the range from no slowdown to devices that compute one after another.
+        It is limited to 1 up to the time of devices that compute one after another, because of
+        noise.
         """
         num = max(degree, self._num_devices)
         return float(np.clip(self._busy(num) / self._busy(degree), 1.0, num / degree))
@@ -249,10 +250,7 @@ class MeasuredLayerCost:
 
 @final
 class Prompts:
-    """Seconds of attention over prompts: the first prompt, and what each further one adds.
-
-    `alone` gives the seconds of one prompt, `full` of `max_tokens` in prompts, over their length.
-    """
+    """Seconds of attention over prompts: the first prompt, and what each further one adds."""
 
     def __init__(self, alone: Line, full: Line, max_tokens: int):
         self._alone = alone

@@ -94,12 +94,7 @@ _FIRST_SHARE = 0.6
 
 
 class LayerTimer(Protocol):
-    """A timer of a layer's parts.
-
-    Attributes:
-      degrees: tensor-parallel degrees that it can time.
-      num_devices: devices of the machine.
-    """
+    """A timer of a layer's parts, for tensor-parallel `degrees` on a machine of `num_devices`."""
 
     @property
     def sizes(self) -> LayerSizes: ...

@@ -185,12 +185,10 @@ def ranges_of(
 @final
 @dataclass
 class LayerProfile:
-    """Seconds by curve and point, and where they were measured.
+    """Seconds by curve and point, where they were measured, and whether the measurement ended.
 
     Attributes:
       path: the file to write after every point; None for no file.
-      seconds: curve -> point -> seconds.
-      is_complete: whether the measurement ended without an interruption.
     """
 
     origin: LayerOrigin

@@ -254,8 +254,7 @@ def _changed(
 def _newest(answers: Sequence[AnswerLength], num: int) -> list[AnswerLength]:
     """Return at least `num` answers, those admitted last; `answers` is in order of admission.
 
-    Answers that were admitted together stay together: the short ones end first, and a cut by their
-    ends would prefer these.
+    Answers admitted together stay together, because a cut between them would prefer short ones.
     """
     if len(answers) <= num:
         return list(answers)
@@ -346,12 +345,8 @@ def _warn(before: Plan | None, after: Plan) -> None:
 class AdaptingPilot:
     """A `simulator.Pilot` that adapts the plan to the newest lengths, as a runtime does.
 
-    Args:
-      search_s: virtual seconds from the request for a search to the adoption of its plan, during
-        which the engine continues to serve.
-
-    Attributes:
-      adopted: (virtual seconds, plan) of each plan that the engine has adopted.
+    A search takes `search_s` virtual seconds, during which the engine serves. `adopted` has the
+    (virtual seconds, plan) of each adoption.
     """
 
     def __init__(self, adaptation: Adaptation, *, search_s: float = 0.5):

@@ -19,8 +19,7 @@ class Policy(Enum):
     """How prompts and answers share the devices.
 
     ExeGPT's policies (section 4.1) are round robin, by computation, and by memory. Continuous
-    batching computes prompts and answers in the same step
-    (`scheduling.iteration.continuous.Unified`).
+    batching computes both in the same step (`scheduling.iteration.continuous.Unified`).
     """
 
     RRA = "rra"

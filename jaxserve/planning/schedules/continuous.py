@@ -132,10 +132,7 @@ def mixed_iteration_s(
 class _Parts:
     """The parts of a configuration's estimates.
 
-    Attributes:
-      share: f, the share of iterations with prompts.
-      mean_s: mean seconds of an iteration.
-      first_s: seconds of the iterations of a prompt.
+    `share` is f, the share of iterations with prompts; `first_s` covers the iterations of a prompt.
     """
 
     share: np.ndarray

@@ -113,8 +113,7 @@ _LATENCIES = ("latency_s", "first_token_s", "token_s")
 
 @final
 class SizeSearch:
-    """A search over increasing numbers of sequences that simulates those with the highest expected
-    score.
+    """A search over numbers of sequences that simulates those with the highest expected score.
 
     Expectations are the limits plus the costs of prompts: per answer for the engine's time, and per
     running sequence for latencies, because prompts of other sequences delay its tokens. Both costs
@@ -225,12 +224,11 @@ class ContinuousPlanner(SchedulePlanner):
 class ContinuousSpace:
     """Continuous batching of 1, 2, ... sequences at once, up to the number of slots.
 
-    Figures come from simulations (`Player`). Their number is kept small:
-
-    - Sizes that step times alone rule out are skipped (`ContinuousLimits`).
-    - Of the others, those with the highest expected score are simulated (`SizeSearch`).
-    - If answers are preempted because memory is short, fewer sequences may serve more. So smaller
-      compiled sizes are simulated, too, and a bisection finds the smallest size that is as good.
+    Figures come from simulations (`Player`). Step times alone rule out some sizes
+    (`ContinuousLimits`). Of the others, those with the highest expected score are simulated
+    (`SizeSearch`). If answers are preempted because memory is short, fewer sequences may serve
+    more: smaller compiled sizes are simulated, too, and a bisection finds the smallest size that is
+    as good.
 
     Slots are reserved for `classes`, requests with bounds of their own, in addition to the limit.
     Each limit is simulated with the reserved slots empty and in use; every figure is the worse of
@@ -332,8 +330,8 @@ class ContinuousSpace:
     def _own_latencies_s(self, max_running: int) -> tuple[float, ...]:
         """Return the seconds of the spans of all classes, with all reserved slots in use.
 
-        A request waits for two steps in flight. A long prompt's steps follow, each with one token
-        of every other answer; the last one yields the first token.
+        A request waits for two steps in flight and for its prompt's, each with a token of every
+        answer.
         """
         config, num_running = self.player.config, max_running + self.num_reserved
         prompt = self.lengths.inputs.percentile(self.lengths.level)

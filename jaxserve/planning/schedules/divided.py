@@ -53,10 +53,9 @@ class DivisionRule:
         lengths: TaskLengths,
         max_slots: int,
     ) -> list[Division]:
-        """Return the division for a B_E of 1, 2, ... `max_slots`, with the least load per device.
+        """Return the division for a B_E of 1, 2, ... `max_slots` with the least load per device.
 
-        Of two equal ones it is that with more devices. `times` are those of the first option's
-        groups.
+        Of equal ones it is that with more devices. `times` are those of the first option's groups.
         """
         batch = np.arange(1, max_slots + 1, dtype=np.float64)
         iterations = lengths.outputs.less_one()
@@ -118,8 +117,6 @@ class DividedPlanner(SchedulePlanner):
 
     Attributes:
       options: returns the divisions, the present one first.
-      config: returns the present configuration.
-      num_moves: returns how many moves there were.
       max_pause_s: the longest expected pause of an allowed move.
       rules: rules of WAA-C, WAA-M or both; devices move only to a division that one of them gives.
         Without rules every division is compared.
@@ -197,9 +194,9 @@ class DividedPlanner(SchedulePlanner):
 
 @final
 class _Spaces(Mapping[Division, ScheduleSpace]):
-    """The schedules of each division, made on demand.
+    """The schedules of each division, made on demand; only the newest are kept.
 
-    Only the newest are kept, because their figures take tens of megabytes.
+    Their figures take tens of megabytes, and eight devices have dozens of divisions.
     """
 
     def __init__(self, divisions: Sequence[Division], make: Callable[[Division], ScheduleSpace]):
@@ -225,12 +222,7 @@ class _Spaces(Mapping[Division, ScheduleSpace]):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DividedSpace:
-    """The WAA schedules of every division, the present one first, and when one is worth a move.
-
-    Attributes:
-      max_pause_s: see `DividedPlanner`.
-      num_moves: how many moves there were before.
-    """
+    """The WAA schedules of every division, the present one first, and when one is worth a move."""
 
     spaces: Mapping[Division, ScheduleSpace]
     options: Mapping[Division, DivisionOption]
@@ -242,8 +234,7 @@ class DividedSpace:
         return next(iter(self.spaces))
 
     def chosen(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
-        """Return the schedule that serves the most under bounds (None if none keeps them), and its
-        move.
+        """Return the schedule that serves the most under bounds, if any, and its move.
 
         The move says why if a better division is not worth it.
         """

@@ -37,7 +37,7 @@ class Lifetimes:
     def at_risk(self, size: int) -> np.ndarray:
         """Return how many answers have reached each length 0 ... size - 1.
 
-        A running answer with u tokens is counted up to u, since token u + 1 has not been tried.
+        A running answer with u tokens counts up to u, because token u + 1 has not been tried.
         """
         reached = np.bincount(self.lengths, minlength=size)[:size]
         return np.cumsum(reached[::-1])[::-1]

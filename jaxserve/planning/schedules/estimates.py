@@ -103,7 +103,10 @@ class LatencyBounds:
         return LatencyBounds(**{name: bound_s * (1 + share) for name, bound_s in bounds.items()})
 
     def met(self, figures: Estimates | Best) -> np.ndarray:
-        """Return which configurations fit and keep all bounds, including those of requests."""
+        """Return which configurations fit and keep all bounds, or which boxes might have one.
+
+        Bounds of single requests count, too.
+        """
         kept = figures.fits & (figures.own_share <= 1)
         for name, bound_s in self.finite().items():
             kept = kept & (getattr(figures, name) <= bound_s)

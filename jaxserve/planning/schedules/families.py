@@ -58,7 +58,7 @@ def planner_of(
 @final
 @dataclass(frozen=True)
 class FamiliesPlanner(SchedulePlanner):
-    """A planner of one engine that chooses between RRA (or RRA alone) and continuous batching.
+    """A planner that chooses between RRA and continuous batching, unless `is_rra_alone`.
 
     Both are simulated in the same way (`Player`), so their throughputs are comparable. Both reserve
     slots for classes of requests with bounds of their own. Simulations have no such requests, so
@@ -160,8 +160,7 @@ class FamiliesSpace:
         """Simulate batches that run until all have ended, for the largest that keeps the bounds.
 
         The search starts at the closed form. A larger batch serves more and mostly has longer
-        latencies; if the first one misses a bound, a larger one is tried before smaller ones. Adds
-        to `scores`.
+        latencies; if the first one misses a bound, a larger one is tried before smaller ones.
         """
         first = self._first_whole(score)
         if first is None:

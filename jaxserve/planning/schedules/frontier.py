@@ -122,10 +122,8 @@ class ScheduleSearch(Protocol):
     def lengths(self) -> TaskLengths: ...
 
     def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
-        """Return the schedule with the highest throughput under the bounds.
-
-        Raises:
-          InfeasibleBoundError, DeviceMemoryError: see `search`.
+        """Return the schedule with the highest throughput under the bounds, or raise as `search`
+        does.
         """
         ...
 
@@ -186,11 +184,7 @@ class ClusterSearch:
 @final
 @dataclass(frozen=True)
 class EngineSearch:
-    """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `RRAPlanner`.
-
-    `FamiliesSearch` also searches continuous batching. The present slots and page pool limit
-    schedules.
-    """
+    """A `ScheduleSearch` of RRA on one engine's slots and pages, by its measured step times."""
 
     times: StepTimes
     config: EngineConfig
@@ -462,10 +456,7 @@ class FamiliesSearch:
 @final
 @dataclass(frozen=True)
 class GroupsSearch:
-    """A `ScheduleSearch` of WAA on two existing groups, as `Runtime.plan` uses it without moves.
-
-    The present slots and page pool limit schedules.
-    """
+    """A `ScheduleSearch` of WAA on two existing groups, as `Runtime.plan` uses it without moves."""
 
     times: GroupTimes
     config: EngineConfig

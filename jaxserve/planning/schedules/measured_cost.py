@@ -247,10 +247,7 @@ def measured_deployment(
 
 
 def _padded(batch: Numbers, sizes: tuple[int, ...], seconds: np.ndarray) -> np.ndarray:
-    """Return the mean seconds of batches around `batch`, each padded to one of `sizes`.
-
-    Times that fall with the size [..., sizes] are raised.
-    """
+    """Return the mean seconds of batches around `batch`, padded to `sizes` with raised seconds."""
     return _mean_s(_shares_padded(batch, sizes), seconds)
 
 

@@ -46,9 +46,7 @@ class WAAPlanner(SchedulePlanner):
     empty. Such a request joins the next encode batch, behind all encode steps in flight.
 
     Attributes:
-      times: measured step times of both groups.
       config: returns the present configuration, whose slots and page pool limit the schedule.
-      policy: the policy that its schedules name.
       allowed: whether a B_E of 1, 2, ... is allowed, bool [slots]; None for all.
     """
 
@@ -80,10 +78,8 @@ class WAAPlanner(SchedulePlanner):
 class WAASpace:
     """The estimates of all schedules, in arrays over B_E, N and decoding sequences, flattened.
 
-    Attributes:
-      num_running: mean sequences running after an encode batch. Up to a batch fewer decode, and
-        more by the threshold.
-      own_s: seconds of each span of the classes, [spans, schedules].
+    `num_running` is the mean after an encode batch: up to a batch fewer decode, and more by the
+    threshold. `own_s` is the seconds of each span of the classes, [spans, schedules].
     """
 
     policy: Policy

@@ -148,7 +148,7 @@ class _BranchAndBound:
         """Split blocks in two, by the paper's rule (lines 7 to 10).
 
         The best corner that has one variable raised and keeps the bounds shows which variable to
-        raise; the longest other variable is split. If no corner keeps them, the longest of all is
+        raise; the longest other variable is split. Without such a corner the longest of all is
         split.
         """
         corners = [corner for block in blocks for corner in block.raised()]

@@ -102,7 +102,6 @@ class AnswerLength:
       num_prompt, num_output: tokens so far.
       estimate: predicted length of a running answer, if there is one.
       limit: the output tokens at which a running answer ends in any case; None if unknown.
-      bounds: its own latency bounds (`SamplingParams.bounds`).
       ran_s: seconds from its admission to its end, if both are known.
     """
 
@@ -198,8 +197,7 @@ class _BoundsGroup:
 
 
 def _merged(kinds: Sequence[_BoundsGroup], most: int) -> RequestClass:
-    """Return the class of bounds groups in order of tightness, with at most `most` running
-    sequences.
+    """Return the class of bounds groups, the tightest first, with at most `most` running sequences.
 
     Its whole-answer bound and length are the tightest group's, because the tightest bound with the
     longest answer might be a combination that no request has.
@@ -222,8 +220,7 @@ def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:
 def _num_running(answers: Sequence[AnswerLength], longest_s: float, most: int) -> int:
     """Return the sequences of a class that run at a time, at most `most`.
 
-    If times are unknown, it assumes that all observed answers run at once, plus a margin for
-    chance.
+    If times are unknown, all observed answers count, plus a margin for chance.
     """
     if longest_s == math.inf:
         longest_s = max((a.ran_s for a in answers if a.ran_s is not None), default=math.inf)

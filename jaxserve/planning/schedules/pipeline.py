@@ -77,10 +77,7 @@ class Pipeline:
         num_tokens: np.ndarray,
         num_head_tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a pass in the slowest stage, and through all stages.
-
-        `num_head_tokens` are sampled by the last stage; see `LayerCost` for the rest.
-        """
+        """Return the seconds of a pass in the slowest stage, and through all; see `LayerCost`."""
 
         def layer_s(degree: Numbers) -> np.ndarray:
             return (
@@ -138,8 +135,8 @@ class Pipeline:
     ) -> np.ndarray:
         """Return the bytes of weights and KV on the fullest device.
 
-        `Cluster.memory_share` leaves room for activations, which are small. `num_encode_layers` is
-        0 if these are the decode layers.
+        `Cluster.memory_share` leaves room for activations, which are small. Pass 0 encode layers if
+        these are the decode layers.
         """
 
         def most(num_layers: int) -> np.ndarray:

@@ -69,11 +69,7 @@ class SchedulePlanner(abc.ABC):
 
     @abc.abstractmethod
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ScheduleSpace:
-        """Return the schedules for requests of these lengths.
-
-        Args:
-          classes: requests with bounds of their own, for `Estimates.own_share`.
-        """
+        """Return the schedules for these lengths; `classes` count in `Estimates.own_share`."""
 
     def plan(
         self,
@@ -113,7 +109,11 @@ class SchedulePlanner(abc.ABC):
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
     ) -> Plan:
-        """Return `plan`, or the schedule that misses the bounds least if none keeps them."""
+        """Return `plan`, or the schedule that misses the bounds least if none keeps them.
+
+        Raises:
+          DeviceMemoryError: see `plan`.
+        """
         began_s = time.perf_counter()
         try:
             return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
@@ -214,7 +214,10 @@ class SchedulePlanner(abc.ABC):
 
 
 def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
-    """Return the schedule with the highest throughput under bounds, of equal ones the fastest."""
+    """Return the schedule with the highest throughput under bounds; None if none keeps them.
+
+    Of equal ones it is that with the lowest latency.
+    """
     most = space.best(throughput_under(bounds))
     if most is None:
         return None

@@ -133,8 +133,7 @@ class Played:
     advances: np.ndarray = field(compare=False, repr=False)
 
     def span_s(self, num_tokens: int) -> float:
-        """Return the seconds in which a running answer gets `num_tokens` tokens, which 99 % do not
-        exceed.
+        """Return the seconds in which 99 % of running answers get `num_tokens` tokens.
 
         If the simulation was too short, it scales the seconds of an answer of the percentile
         length, or of steps if all answers have one token.
@@ -165,18 +164,13 @@ class Played:
 
 @final
 class Player:
-    """Simulations of one engine's schedules under full load, with a cache of the newest.
-    Thread-safe.
+    """A thread-safe cache of simulations of one engine's schedules under full load.
 
     A simulation has the engine's policy with another iteration shape, its page accounting, and its
     step times. It has no prefix cache, because plans assume that prompts are computed, and no
     length predictions. It takes tenths of a second and is deterministic.
 
-    Args:
-      config: returns the engine's present configuration.
-
     Attributes:
-      times: the engine's step times.
       num_played: simulations so far.
       num_steps: steps in them, which take most of a plan's time.
     """
@@ -262,10 +256,7 @@ class Player:
 
 @final
 class _Trace:
-    """The events of a simulation; figures count from `begin`.
-
-    `longest` is the output tokens of an answer of the percentile `level`.
-    """
+    """The events of a simulation; figures count from `begin`."""
 
     def __init__(self, longest: int, level: float):
         self.num_ended = 0

@@ -49,17 +49,15 @@ class RangeLeast:
 class DecodePhases:
     """Steady states of RRA for N_D = 0, 1, ..., per sequence that is encoded a round.
 
-    Arrays are indexed by N_D; index 0 is unused. `least_*` gives the smallest value of a range of
-    N_D.
+    Arrays are indexed by N_D; index 0 is unused.
 
     Attributes:
       batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
       length: positions that a token of that part attends to [num_decodes, NUM_PARTS].
       first_batch: expected sequences in the first iteration [num_decodes].
-      peak_tokens: expected most tokens in memory at a time [num_decodes].
-      peak_sequences: expected most sequences at a time [num_decodes].
-      least_decoded: the fewest tokens that a part of the phase decodes.
-      least_negated: the smallest of `batch` times -1, for the largest batches.
+      peak_tokens, peak_sequences: expected most in memory at a time [num_decodes].
+      least_decoded: the fewest tokens that a part decodes, over a range of N_D.
+      least_negated: the smallest of `batch` times -1 over a range, for the largest batches.
     """
 
     batch: np.ndarray
@@ -145,10 +143,7 @@ def _most_held(held: np.ndarray, num: int) -> np.ndarray:
 def _part_means(values: np.ndarray, before: np.ndarray, num_decodes: np.ndarray) -> np.ndarray:
     """Return the means of `NUM_PARTS` equal parts of each phase, float [phases, NUM_PARTS].
 
-    Args:
-      values: of each iteration of an answer, from 0 on, as a step function.
-      before: iterations of an answer before each phase [phases].
-      num_decodes: N_D of each phase [phases].
+    `values` are of each iteration of an answer, from 0; `before` [phases] is the first of a phase.
     """
     parts = np.arange(NUM_PARTS + 1) / NUM_PARTS
     ends = before[:, None] + num_decodes[:, None] * parts
@@ -170,8 +165,7 @@ class RoundParts:
 
     - M e + N_D R: the slowest stage is always busy;
     - F + D / M + (N_D - 1) R: the last mini-batch's first iteration waits for its encoding;
-    - E / M + D (M - 1) / M + N_D R: the first mini-batch's encoding waits for stages that still
-      decode.
+    - E / M + D (M - 1) / M + N_D R: the first mini-batch's encoding waits for stages that decode.
 
     For equal stages, except transfers, that is exact: `tests/planning/schedules/pipelines.py` plays
     the pipeline stage by stage.
@@ -188,7 +182,6 @@ class RoundParts:
       token_s: seconds per decoded token and encoded sequence of each part; 0 without tokens.
       iteration_s: R of a mean iteration. An iteration with less than one expected sequence takes
         place with that probability.
-      overlaps: whether rounds overlap.
     """
 
     busy_s: np.ndarray
@@ -302,9 +295,6 @@ class RRATimeline:
       layouts: the layouts to consider; by default all that the cluster allows.
       classes: bounds of single requests, as (output tokens, seconds) each.
       phases: those of another timeline for the same lengths, to avoid computing them again.
-
-    Attributes:
-      phases: the decode phases of every length.
     """
 
     def __init__(
@@ -373,7 +363,7 @@ class RRATimeline:
         return Boxes(Points(layouts, ones, ones), high)
 
     def bound(self, boxes: Boxes) -> Best:
-        """Bound boxes as `Timeline.bound` says.
+        """Bound boxes by their smallest batches and fewest rounds.
 
         Costs do not fall with the batch, and the batch in a part of a phase is at least the
         smallest of any N_D of the box. So a round takes at least as long as one of the box's

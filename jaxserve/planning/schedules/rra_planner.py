@@ -105,10 +105,8 @@ class RRAPlanner(SchedulePlanner):
 
     Attributes:
       deploy: returns the engine's costs for requests of these lengths.
-      layouts: the layouts that the engine can run.
       num_awaited: most iterations (those of the steps in flight) before the prompt of a request
         with a bound of its own is computed.
-      num_slots: see `max_slots`.
     """
 
     deploy: Callable[[TaskLengths], Deployment]
@@ -157,10 +155,8 @@ class RRAPlanner(SchedulePlanner):
 class RRASpace:
     """The RRA schedules of one engine for requests of given lengths.
 
-    Attributes:
-      timeline: of all schedules.
-      whole_timeline: of those whose decode phases last until all answers have ended. They may fill
-        the slots; the rest leave some free, because their batches vary.
+    `whole_timeline` has those whose decode phases last until all answers have ended. They may fill
+    the slots; the rest leave some free, because their batches vary.
     """
 
     timeline: RRATimeline

@@ -125,9 +125,8 @@ class Choice:
 def timelines_of(
     deployment: Deployment, lengths: TaskLengths, families: Sequence[str] = CLUSTER_FAMILIES
 ) -> tuple[Timeline, ...]:
-    """Return the timelines of some families, as far as the cluster allows them.
-
-    WAA needs two stages.
+    """Return the timelines of some families, as far as the cluster allows them (WAA needs two
+    stages).
 
     Raises:
       InvalidConfigError: there is no family, or one is unknown.
@@ -168,11 +167,7 @@ def search(
 def search_among(
     timelines: Sequence[Timeline], bounds: LatencyBounds, *, began_s: float | None = None
 ) -> Choice:
-    """Return the schedule of some timelines with the highest throughput; see `search`.
-
-    Args:
-      began_s: `time.perf_counter()` at the start of the search; by default now.
-    """
+    """Return the schedule of some timelines with the highest throughput; see `search`."""
     began_s = time.perf_counter() if began_s is None else began_s
     most = maximise(timelines, throughput_under(bounds))
     if most.found is None:

@@ -22,17 +22,13 @@ from jaxserve.scheduling.plan import StepPlan
 class LayerStepCost:
     """Seconds of the scheduler's steps on one group of devices.
 
-    A step's prompts and each of its decode iterations pass all stages in mini-batches, as in
-    `RoundParts`, and sequentially: the results of a round are read before the next begins.
+    A step's prompts and each of its decode iterations pass all stages in `num_turns` mini-batches
+    (by default one per stage), as in `RoundParts`, and sequentially: the results of a round are
+    read before the next begins. A group that only decodes projects encoder outputs when it admits a
+    sequence.
 
     An encoder-decoder model is simulated with answers of one more token, whose first token costs
     nothing: the engine's prompts yield a token, and an encoder does not.
-
-    Attributes:
-      pipeline: the group's stages, arrays of length 1.
-      num_turns: mini-batches of a decode iteration; None for the number of stages.
-      encodes, decodes: whether the group computes prompts, and tokens. A group that only decodes
-        projects encoder outputs when it admits a sequence.
     """
 
     deployment: Deployment

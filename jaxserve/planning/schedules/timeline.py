@@ -68,10 +68,7 @@ class LayerCost(Protocol):
         ...
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        """Return the seconds to project `num_tokens` encoder outputs for one decoder layer.
-
-        0 for decoder-only models.
-        """
+        """Return the seconds to project encoder outputs for a decoder layer; 0 if decoder-only."""
         ...
 
     def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
@@ -87,13 +84,9 @@ class LayerCost(Protocol):
         ...
 
     def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
-        """Return the seconds to hand encoded inputs to the decode group of WAA.
+        """Return the seconds to hand input tokens' KV (or encoder outputs) to WAA's decode group.
 
-        That is the KV of all layers, or the outputs of the encoder.
-
-        Args:
-          num_tokens: input tokens.
-          num_devices: devices that send or receive, whichever are fewer.
+        `num_devices` is the number of sending or receiving devices, whichever is smaller.
         """
         ...
 
@@ -136,10 +129,7 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles of configurations, limits included: `low` and `high` differ in batch and control.
-
-    Both corners of a box have the same layout.
-    """
+    """Rectangles of configurations of one layout each, with both corners included."""
 
     low: Points
     high: Points

@@ -38,11 +38,9 @@ def encode_shares(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the encode group's share of computation (WAA-C) and of memory (WAA-M), by batch.
 
-    C_E is an encode phase of B_E sequences on one device, C_D a decode iteration of B_D = B_E S_D;
-    the memory is weights, the KV of two encode batches, and that of a decode batch.
-
-    Args:
-      iterations: decode iterations of an answer; S_D is their mean.
+    C_E is an encode phase of B_E sequences on one device, C_D a decode iteration of B_D = B_E S_D,
+    with S_D the mean iterations; the memory is weights, the KV of two encode batches, and that of a
+    decode batch.
     """
     model, cost = deployment.model, deployment.cost
     decode_batch = encode_batch * max(iterations.mean, 1.0)
@@ -69,13 +67,10 @@ def divide(
     num_devices: int,
     shares: tuple[np.ndarray, np.ndarray],
 ) -> Groups:
-    """Return the groups for every layout (rows) and share (columns).
+    """Return the groups for every layout (rows) and share of `encode_shares` (columns).
 
     The number of encode devices is rounded to a boundary between stages. Both groups have at least
     one stage; layouts of a single stage are not allowed.
-
-    Args:
-      shares: those of WAA-C and of WAA-M, as `encode_shares` returns them.
     """
     by_memory = np.array([layout.policy is Policy.WAA_M for layout in layouts])[:, None]
     sharded = np.array([layout.num_sharded_devices for layout in layouts])[:, None]
@@ -105,22 +100,19 @@ _NUM_REFINEMENTS = 32
 @final
 @dataclass(frozen=True, kw_only=True)
 class DecodeGroup:
-    """Decode iterations of micro-batches, for ranges of their number B_m.
-
-    More micro-batches than stages gain nothing, so B_m counts up to the number of stages.
+    """Decode iterations of micro-batches, for ranges of their number B_m, up to that of stages.
 
     A decode batch is in B_m micro-batches, and k = ceil(stages / B_m) decode batches fill the
     stages. So M = k B_m micro-batches take turns, and each gets a token every R = max(M d, D)
     seconds, with d and D the seconds of a micro-batch in the slowest stage and through all. One
-    decode batch takes a new encode batch an iteration.
+    decode batch takes a new encode batch an iteration. More micro-batches than stages gain nothing.
 
     Attributes:
       num_turns: the fewest and the most M of a range of B_m; equal for a single B_m.
       num_batches: the fewest and the most k.
       length: mean positions that a token attends to.
       num_iterations: E(D), mean decode iterations of an answer.
-      num_joined: encoder outputs that a micro-batch's stages project per decoding sequence and
-        iteration.
+      num_joined: encoder outputs projected per decoding sequence and iteration.
     """
 
     model: TransformerShape
