@@ -147,7 +147,10 @@ def measure_groups(
     """Time the steps of each device group, alone and while the other computes, and the handovers.
 
     The executor must be idle. Afterwards its slots are inert and its pages are overwritten.
-    `origins` are those of the groups' tables; for the rest see `measure`.
+
+    Args:
+      origins: the origin of each group's table.
+      clock, rounds: see `measure`.
     """
     groups = tuple(
         measure(executor, origin, clock, group=group, rounds=rounds, progress=progress)

@@ -107,7 +107,11 @@ class RooflineCost:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
-        """Return the device's seconds of a step; raise InvalidConfigError for a handover."""
+        """Return the device's seconds of a step.
+
+        Raises:
+          InvalidConfigError: a handover, which needs the costs of several groups.
+        """
         plan = work.plan
         if plan.handovers:
             raise InvalidConfigError(
@@ -129,7 +133,11 @@ class RooflineCost:
         return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
 
     def chunk_cost(self, longest: int) -> RecomputeCost:
-        """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6)."""
+        """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6).
+
+        Args:
+          longest: maximum context length in tokens.
+        """
 
         def seconds(context: int) -> float:
             return self.page_tokens * self._token_s + self._chunk_attention_s(context)

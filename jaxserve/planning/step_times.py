@@ -220,7 +220,11 @@ class StepTimes:
         return self.plan_s + self.submit_s
 
     def device_s(self, work: StepWork) -> float:
-        """Return the device's seconds of a step; raise InvalidConfigError for a handover."""
+        """Return the device's seconds of a step.
+
+        Raises:
+          InvalidConfigError: a handover, which needs the costs of several groups.
+        """
         plan, config = work.plan, self.origin.config
         if plan.handovers:
             raise InvalidConfigError(
@@ -268,7 +272,7 @@ class StepTimes:
 
     @classmethod
     def median(cls, measured: Sequence[StepTimes]) -> StepTimes:
-        """Return the median of each entry of at least one table.
+        """Return a table with the median of each entry, of at least one table.
 
         Raises:
           InvalidProfileError: the tables' origins differ.
@@ -392,7 +396,7 @@ def _median(trees: Sequence[Any]) -> Any:
 
 
 def raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
-    """Raise InvalidProfileError if origins have `differences`; `name` is for the message."""
+    """Raise InvalidProfileError if the origins have `differences`; `name` is for the message."""
     differences = expected.differences(given)
     if differences:
         raise InvalidProfileError(

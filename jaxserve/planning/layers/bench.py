@@ -217,7 +217,10 @@ def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.Graph
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration of one layer, with full attention if the model has such a layer."""
+    """Return the configuration of one layer, with full attention if the model has such a layer.
+
+    An encoder-decoder model also keeps one encoder layer.
+    """
     windows = config.sliding_windows
     layer = windows.index(None) if None in windows else 0
     one = config.part(range(layer, layer + 1))
@@ -363,9 +366,7 @@ class ShardedLayer:
         return seconds
 
     def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
-        """Return the seconds of the layer (an encoder layer if there is one) on all devices at
-        once.
-        """
+        """Return the seconds while all devices compute the layer, or the encoder layer if any."""
         block = self._block if self._encoder is None else self._encoder
         return block.busy_s(self._ones(num_tokens), devices)
 

@@ -359,9 +359,7 @@ def _bytes_of(params: Any) -> int:
 
 
 def free_bytes_of(devices: Sequence[Any]) -> float:
-    """Return the memory of each device for weights and KV; host devices share half of the free
-    memory.
-    """
+    """Return each device's memory for weights and KV; host devices share half of what is free."""
     free = free_device_bytes(devices[0])
     return _HOST_SHARE * free / len(devices) if devices[0].platform == "cpu" else _SHARE * free
 

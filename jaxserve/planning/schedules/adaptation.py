@@ -121,9 +121,7 @@ class Adaptation:
         return self._num_untested >= _INTERVAL
 
     def revised(self, running: Sequence[AnswerLength]) -> Plan | None:
-        """Test the newest and `running` answers; return a plan to adopt, or None to keep the
-        present one.
-        """
+        """Test the newest and `running` answers; return a plan to adopt, or None for no change."""
         self._num_untested = 0
         known, newest = self._split(running)
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
@@ -178,8 +176,9 @@ class Adaptation:
         self.plan = plan
 
     def on_other_groups(self) -> Adaptation:
-        """Return an adaptation for other, fixed groups, with the same answers but no plan.
-        Thread-safe.
+        """Return a copy for other, fixed device groups, without a plan. Any thread may call it.
+
+        It has the same answers, so its search runs at the next test.
         """
         return Adaptation(
             self._planner.staying(),

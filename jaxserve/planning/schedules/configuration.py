@@ -1,6 +1,4 @@
-"""Configurations of a schedule: ExeGPT's control variables (section 4.2), and what follows from
-them.
-"""
+"""Configurations of a schedule: ExeGPT's control variables (section 4.2) and derived values."""
 
 from __future__ import annotations
 

@@ -262,9 +262,7 @@ class ContinuousTimeline:
         smallest: np.ndarray,
         largest: np.ndarray,
     ) -> _Parts:
-        """Return the parts of configurations, or lower limits from the ends of boxes' B and
-        control.
-        """
+        """Return the parts of configurations, or of boxes their lower limits."""
         inputs, outputs = self._lengths.inputs, self._lengths.outputs
         num_turns = np.minimum(fewest, pipeline.num_stages)
         without_s = self._iteration_s(pipeline, fewest, 0.0, 1.0, 0.0)

@@ -51,7 +51,10 @@ class Estimates:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """For each box of configurations, figures that no fitting configuration in it can beat."""
+    """For each box of configurations, figures that no fitting configuration in it can beat.
+
+    `fits` is False if no configuration of the box fits in memory.
+    """
 
     fits: np.ndarray
     throughput: np.ndarray

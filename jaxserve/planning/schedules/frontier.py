@@ -122,8 +122,10 @@ class ScheduleSearch(Protocol):
     def lengths(self) -> TaskLengths: ...
 
     def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
-        """Return the schedule with the highest throughput under the bounds, or raise as `search`
-        does.
+        """Return the schedule with the highest throughput under the bounds.
+
+        Raises:
+          InfeasibleBoundError, DeviceMemoryError: see `search`.
         """
         ...
 

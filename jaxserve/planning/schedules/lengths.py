@@ -60,9 +60,7 @@ class LengthDistribution:
 
     @classmethod
     def of_predictions(cls, predicted: LengthDistributions) -> LengthDistribution:
-        """Return the mixture of predicted distributions; lengths within a bucket are equally
-        likely.
-        """
+        """Return the mixture of predictions; lengths within a bucket are equally likely."""
         shares = predicted.probabilities.mean(0)
         widths = np.diff(predicted.buckets.edges)
         return cls(np.concatenate([[0.0], np.repeat(shares / widths, widths)]))

@@ -155,8 +155,8 @@ def answer_lengths(request: Request, completion: Completion) -> list[AnswerLengt
 
 
 def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[RequestClass, ...]:
-    """Return the classes of ended answers, the tightest first, that reserve up to half of the
-    slots.
+    """Return the classes of ended answers, the tightest first; they reserve half of the slots at
+    most.
     """
     by_bounds: dict[LatencyBounds, list[AnswerLength]] = {}
     for answer in answers:

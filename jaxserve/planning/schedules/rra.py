@@ -204,9 +204,7 @@ class RoundParts:
         sequences: np.ndarray,
         length: np.ndarray,
     ) -> RoundParts:
-        """Return the parts of rounds of B_E sequences; `sequences` are decoding ones per encoded
-        one.
-        """
+        """Return the parts of rounds of B_E sequences, each with `sequences` decoding ones."""
         model, cost = deployment.model, deployment.cost
         num_stages = pipeline.num_stages
         num = np.minimum(num_stages, encode_batch)
@@ -464,9 +462,7 @@ class RRATimeline:
     def _own_share(
         self, latency_s: Callable[[int], np.ndarray], prompts_s: np.ndarray
     ) -> np.ndarray:
-        """Return `Estimates.own_share`, from seconds of answers by iterations, plus seconds of
-        prompts.
-        """
+        """Return `Estimates.own_share`, from the seconds of answers and of additional prompts."""
         shares = [(prompts_s + latency_s(num)) / bound_s for num, bound_s in self._classes]
         return np.max(shares, axis=0, initial=0.0) if shares else np.zeros(len(prompts_s))
 

@@ -116,9 +116,7 @@ class RRAPlanner(SchedulePlanner):
 
     @classmethod
     def measured(cls, times: StepTimes, config: Callable[[], EngineConfig]) -> RRAPlanner:
-        """Return the planner of an engine with measured step times; slots and pages limit
-        schedules.
-        """
+        """Return the planner of an engine's present slots and pages, with measured step times."""
 
         def deploy(lengths: TaskLengths) -> Deployment:
             means = lengths.inputs.mean, lengths.outputs.less_one().mean

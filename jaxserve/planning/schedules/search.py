@@ -125,8 +125,9 @@ class Choice:
 def timelines_of(
     deployment: Deployment, lengths: TaskLengths, families: Sequence[str] = CLUSTER_FAMILIES
 ) -> tuple[Timeline, ...]:
-    """Return the timelines of some families, as far as the cluster allows them (WAA needs two
-    stages).
+    """Return the timelines of some families, as far as the cluster allows them.
+
+    WAA needs two stages.
 
     Raises:
       InvalidConfigError: there is no family, or one is unknown.

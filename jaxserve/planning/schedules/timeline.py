@@ -172,9 +172,7 @@ class Timeline(Protocol):
         ...
 
     def bound(self, boxes: Boxes) -> Best:
-        """Return figures that no point of a box can beat; `boxes` are parts of those from
-        `boxes()`.
-        """
+        """Return figures that no point of a box, or part of one from `boxes()`, can beat."""
         ...
 
     def schedule(self, point: Points) -> Schedule:
