@@ -54,7 +54,6 @@ class WheelFile:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file in the cache."""
         folder = f"{self.package}-{self.version}"
         return cache_folder() / "assets" / folder / Path(self.member).name
 

@@ -54,10 +54,6 @@ class VirtualClock:
             heapq.heappush(self._expected_s, time_s)
 
     def wait(self) -> None:
-        """Advance to the next announced event.
-
-        Raises:
-          AssertionError: no event is announced.
-        """
+        """Advance to the next announced event, or raise AssertionError."""
         assert self._expected_s, "nothing is expected, so waiting would not end"
         self.advance_to(self._expected_s[0])

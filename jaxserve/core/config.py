@@ -234,11 +234,7 @@ def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
-    """Return the smallest of `buckets` (increasing) that is at least `size`.
-
-    Raises:
-      InvalidConfigError: `size` is over the largest bucket.
-    """
+    """Return the smallest of `buckets` (increasing) >= `size`, or raise InvalidConfigError."""
     for candidate in buckets:
         if size <= candidate:
             return candidate

@@ -55,11 +55,7 @@ class Constraint:
 
 
 def schema_text(schema: Any) -> str:
-    """Return a JSON schema as text; its properties keep their order.
-
-    Raises:
-      InvalidSamplingParamsError: it is neither a mapping, nor a boolean, nor the JSON text of one.
-    """
+    """Return a JSON schema as text, properties in order; else InvalidSamplingParamsError."""
     try:
         if isinstance(schema, str):
             parsed, text = json.loads(schema), schema
@@ -79,11 +75,9 @@ def schema_text(schema: Any) -> str:
 
 
 def check_constraints(params: Any) -> None:
-    """Check the fields of `SamplingParams` that constrain its output.
+    """Raise InvalidSamplingParamsError if the constraints of `SamplingParams` are wrong.
 
-    Raises:
-      InvalidSamplingParamsError: several are given, or one is empty, too long, or contradicts
-        another parameter.
+    At most one may be given, not empty, not too long, and not against another parameter.
     """
     given = [name for name in _FIELDS if getattr(params, name) not in (None, False)]
     if len(given) > 1:

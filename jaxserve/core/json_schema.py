@@ -345,7 +345,6 @@ def _is_of(value: Any, types: Any) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -474,7 +473,6 @@ def _from(least: int) -> str:
 
 
 def _up_to(most: int) -> str:
-    """Return a regex of whole numbers from 0 to `most`."""
     digits = str(most)
     found = [digits]
     for i, c in enumerate(digits):

@@ -85,7 +85,6 @@ class JournalLimits:
 
     @property
     def num_bytes(self) -> int:
-        """Return `max_bytes` in bytes."""
         return int(self.max_bytes)
 
 
@@ -237,7 +236,6 @@ class RuntimeOptions:
 
     @property
     def adapter_rank(self) -> int:
-        """Return the maximum rank of an adapter; 0 without adapters."""
         return (self.max_adapter_rank or _MAX_ADAPTER_RANK) if self.max_adapters else 0
 
     @classmethod

@@ -38,7 +38,6 @@ class LengthPrediction:
 
     @property
     def mean_length(self) -> float:
-        """Return the mean, in tokens."""
         return float(self.distribution.expected_remaining()[0])
 
     @property

@@ -154,11 +154,7 @@ class EncoderPrompts:
 
 
 def check_id(request_id: object, own_ids: str) -> None:
-    """Check the id that a caller gives a request; None stands for one generated from `own_ids`.
-
-    Raises:
-      InvalidRequestError: it is not text, or starts with `own_ids`.
-    """
+    """Raise InvalidRequestError if a caller's id is neither None nor text outside `own_ids`."""
     if request_id is None:
         return
     if not isinstance(request_id, str):
@@ -173,10 +169,9 @@ def check_id(request_id: object, own_ids: str) -> None:
 
 
 def deadline_at(deadline_s: object, now_s: float) -> float | None:
-    """Return the deadline `deadline_s` seconds after the clock time `now_s`; None without one.
+    """Return the deadline `deadline_s` seconds after `now_s`; None without one.
 
-    Raises:
-      InvalidRequestError: it is neither a number nor None.
+    Raises InvalidRequestError if it is neither a number nor None.
     """
     if deadline_s is None:
         return None

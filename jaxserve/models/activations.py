@@ -29,10 +29,9 @@ def read_along(
     interval: int,
     progress: bool = True,
 ) -> Readings:
-    """Return the activations after `layer` layers, at prompts' ends and every `interval` tokens.
+    """Return activations after `layer` layers, at prompts' ends and every `interval` tokens.
 
-    Raises:
-      InvalidConfigError: the model has fewer layers or a shorter context, or interval is below 1.
+    Raises InvalidConfigError if the model has fewer layers or a shorter context, or interval < 1.
     """
     config = model.config
     if not 1 <= layer <= config.num_layers:

@@ -261,7 +261,6 @@ class _Target:
 
     @property
     def layers(self) -> range:
-        """Numbers of the layers that the weight belongs to."""
         if self.num_stacked:
             return range(self._shape[0])
         return range(self.path[1], self.path[1] + 1)
@@ -381,5 +380,4 @@ def _put(
     new: np.ndarray,  # [*stacked, ...]
     num_stacked: int,
 ) -> jax.Array:
-    """Return the array of all adapters with one adapter replaced."""
     return array.at[(*(slice(None),) * num_stacked, index)].set(new)

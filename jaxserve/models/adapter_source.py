@@ -109,8 +109,8 @@ class AdapterSource:
         """Return the source for a folder, a name of the Hub, or arrays with their scale.
 
         Raises:
-          InvalidParamsError: the folder has no adapter that can be served, or a scale is missing,
-            or is given for a folder, which has its own.
+          InvalidParamsError: the folder has no usable adapter, or arrays lack their scale, or a
+            folder, which has its own, is given one.
           UnknownModelError, DownloadError: a name of the Hub cannot be fetched.
         """
         if isinstance(given, Mapping):

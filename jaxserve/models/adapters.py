@@ -60,11 +60,7 @@ class AdaptedWeight(nnx.Module):
         base: Any = None,  # represents the weight if `dense` has only its shape; by default `dense`
         place: jax.sharding.Sharding | None = None,
     ) -> AdaptedWeight:
-        """Return a weight with adapters of zeros, which change nothing.
-
-        Args:
-          place: of the adapters; by default the default device.
-        """
+        """Return a weight with adapters of zeros at `place`, by default the default device."""
         like, names = dense.get_value(), dense.get_metadata()["logical_axes"]
         stacked, summed, out = axes.split(like.shape)
         stacked_names, in_names, out_names = axes.split(names)

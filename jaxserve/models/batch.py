@@ -118,11 +118,9 @@ class KVCache:
     def with_pages(
         self, layer: int | Int32[Array, ""], target: Int32[Array, " count"], values: KVCache
     ) -> KVCache:
-        """Return the cache with some pages of one layer replaced, in place if it is donated.
+        """Return the cache with `count` pages of one layer replaced, in place if it is donated.
 
-        Args:
-          target: page ids; an id past the end skips that page.
-          values: `count` pages of one layer in one buffer.
+        `target` has page ids; an id past the end skips that page.
         """
         buffer, index = self._place(layer)
         put = over_tensor(_put_pages, in_specs=(_PAGES, P(), P(), _PAGES), out_specs=_PAGES)
@@ -170,7 +168,6 @@ class KVCache:
         kv: Float[Array, "tokens kv_heads 2 head_dim"],
         batch: AttentionBatch,
     ) -> KVCache:
-        """Return the cache with keys and values `kv` written."""
         buffer, index = self._place(layer)
         kv = jnp.repeat(kv, self.k_pages[buffer].shape[2] // kv.shape[1], axis=1)
         qkv = jnp.concatenate([jnp.zeros_like(kv[:, :, :1]), kv], axis=2)
@@ -204,11 +201,7 @@ class KVCache:
         inputs: Inputs,
         batch: AttentionBatch,
     ) -> tuple[Float[Array, "tokens ..."], KVCache]:
-        """Advance the sequences of a batch in a recurrent layer.
-
-        Returns:
-          The outputs of `advance`, and the cache with the new states of the rows' slots.
-        """
+        """Advance a batch's sequences in a recurrent layer; return outputs and the new cache."""
         assert batch.slot is not None, "a batch of a model without recurrent layers"
         buffer, index = (0, layer) if len(self.states) == 1 else (layer, 0)
         if not isinstance(buffer, int):

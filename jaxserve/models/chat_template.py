@@ -152,10 +152,7 @@ class ChatTemplate:
         """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
 
         Keys are shielded too, since templates write those of a tool's parameters. The pattern is
-        None if no token was replaced.
-
-        Raises:
-          InvalidRequestError: they are nested too deeply.
+        None if no token was replaced. Raises InvalidRequestError if messages are nested too deeply.
         """
         try:
             return self._with_stand_ins(messages)

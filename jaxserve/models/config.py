@@ -104,7 +104,6 @@ class DecoderConfig:
 
     @property
     def group(self) -> int:
-        """The number of query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -189,11 +188,7 @@ class Fields:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `model_type` and the value of every field; other fields have no effect.
-
-        Raises:
-          UnsupportedModelError: fields are null that must have a value.
-        """
+        """Return `model_type` and the value of every field; raise for null fields."""
         found = {name: given.get(name, default) for name, default in self.defaults.items()}
         found |= {name: given[alias] for alias, name in self.aliases.items() if alias in given}
         nulls = [
@@ -232,9 +227,7 @@ def plain_sizes(
 ) -> dict[str, Any]:
     """Return the sizes of a decoder without grouped queries, with head_dim = hidden size / heads.
 
-    Args:
-      embed, layers, heads, mlp, positions: the names of the fields. If that of the MLP is null, the
-        MLP has four times the hidden size.
+    The other arguments are the names of the fields. A null MLP size is four times the hidden size.
     """
     hidden_size, num_heads = given[embed], given[heads]
     return dict(
@@ -261,11 +254,7 @@ def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Non
 def windows_by_kind(
     kinds: Sequence[str], window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer from `layer_types` of a config.json.
-
-    Raises:
-      UnsupportedModelError: a type is unknown, or their number is not that of the layers.
-    """
+    """Return each layer's sliding window, from config.json's `layer_types` if they are valid."""
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
         raise UnsupportedModelError(

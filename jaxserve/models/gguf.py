@@ -434,7 +434,6 @@ class GGUFSource:
         return {name: info.type_name for name, info in self._tensors.items()}
 
     def type_name(self, name: str) -> str:
-        """Return the ggml type of a tensor, such as "Q4_K"."""
         return self._tensors[name].type_name
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -453,11 +452,7 @@ class GGUFSource:
         name: str,
         index: tuple[slice, ...] | None = None,
     ) -> np.ndarray:
-        """Return a tensor, or its part at `index`, with its stored rows decoded by `decode`.
-
-        Raises:
-          CheckpointError: no such tensor.
-        """
+        """Return a tensor, or its part at `index`, with its stored rows decoded by `decode`."""
         info = self._tensors.get(name)
         if info is None:
             raise CheckpointError(

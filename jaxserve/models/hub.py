@@ -62,11 +62,7 @@ class HubModel:
         return None if found is None else cls(**found.groupdict())
 
     def at(self, revision: str) -> HubModel:
-        """Return the same model at another revision.
-
-        Raises:
-          UnknownModelError: the name has a revision already.
-        """
+        """Return the model at a revision; raise UnknownModelError if the name has one."""
         if self.revision not in (None, revision):
             raise UnknownModelError(
                 f"{self} names a revision, and revision={revision!r} is another; pass one of them"

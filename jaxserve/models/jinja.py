@@ -155,11 +155,7 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of plain types only: templates could call methods of other types.
-
-    Raises:
-      TypeError: it holds a value of another type.
-    """
+    """Return a copy; raise TypeError for types whose methods a template could call."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):

@@ -105,10 +105,8 @@ class KeptMatrices:
     ) -> QuantisedWeight | None:
         """Return the weight that these tensors fill; None if it cannot keep their codes.
 
-        `names` has those of the first stacked matrix first, and so on.
-
-        Raises:
-          CheckpointError: the groups of inputs are not of one size.
+        `names` has those of the first stacked matrix first, and so on. Raises CheckpointError if
+        groups of inputs differ in size.
         """
         found = [self._source.matrix(name) for name in names]
         matrices = [each for each in found if each is not None]
@@ -283,11 +281,7 @@ def _weight(
     rounds_activations: Rounding | None,
     order: Int32[np.ndarray, "*stacked in"] | None = None,  # see `QuantisedWeight`
 ) -> QuantisedWeight:
-    """Read the parts of a weight and return it.
-
-    Args:
-      part_source: returns the source of a part with one value for `unit` numbers.
-    """
+    """Read the parts of a weight; `part_source` has one value of a part for `unit` numbers."""
     shape = dense.get_value().shape
     _, summed, out = axes.split(shape)
     last = axes.split(range(len(shape)))[1][-1]

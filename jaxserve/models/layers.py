@@ -41,11 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shap
 
 
 def activation_of(given: Mapping[str, Any], field: str) -> str:
-    """Return the name of the activation in a config.json's `field`.
-
-    Raises:
-      UnsupportedModelError: the activation is not one of `ACTIVATIONS`.
-    """
+    """Return the activation in `field`; raise UnsupportedModelError if not in `ACTIVATIONS`."""
     name = given[field]
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(

@@ -139,11 +139,7 @@ class DenseWeight:
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """Compute the product, on the CPU by the kernel of `pallas_kernels.matmul`.
-
-        Raises:
-          NotImplementedError: the row kernels do not serve it.
-        """
+        """Compute the product by the row kernels, or on a CPU by `pallas_kernels.matmul`."""
         weight = self.array
         if x.ndim > 2:
             weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])

@@ -274,7 +274,6 @@ def _changed(
 
 
 def _inside(path: Path, weight: nnx.Module) -> list[tuple[Path, nnx.Variable]]:
-    """Return the parameters of a module at `path`."""
     return [((*path, *inner), v) for inner, v in nnx.to_flat_state(nnx.state(weight))]
 
 
@@ -298,7 +297,6 @@ class _Parameter:
             self._layers = (inside[0],) if inside else (None,)
 
     def needed(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return names and shapes of the tensors that fill the parameter."""
         shape = self.shape[1:] if self._stacked else self.shape
         for layer in self._layers:
             yield from self.weight.needed(shape, **_place(layer))

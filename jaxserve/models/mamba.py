@@ -63,7 +63,6 @@ class Mamba2Sizes:
 
     @property
     def inner(self) -> int:
-        """The width of all heads."""
         return self.num_heads * self.head_dim
 
     @property

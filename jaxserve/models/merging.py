@@ -70,7 +70,6 @@ def merge_adapter(
 
 
 def _layout(model: Decoder, max_rank: int) -> AdapterLayout:
-    """Return the layout of one adapter in float32."""
     return AdapterLayout(
         model.config,
         model.layer_layout,
@@ -86,11 +85,7 @@ def _magnitudes(
     """Return the magnitudes of a DoRA by the weight's path, and which outputs have one.
 
     Both have the weight's axes without those that a product sums over. A weight without magnitudes
-    is left out.
-
-    Raises:
-      InvalidParamsError: a module has matrices without magnitudes, or magnitudes without matrices,
-        or a wrong number of magnitudes.
+    is left out. Raises InvalidParamsError if matrices and magnitudes do not match.
     """
     found = adapter.magnitudes
     if not found:

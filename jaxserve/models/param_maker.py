@@ -66,9 +66,7 @@ class ParamMaker:
     ) -> nnx.Param:
         """Return a dense weight for a `Linear`, normal with 1 / sqrt(fan-in).
 
-        Args:
-          num_in, num_stacked, transposed: as in `WeightAxes`, which the parameter has as the
-            metadata `weight_axes`; layers that this maker stacks are added.
+        Its metadata `weight_axes` is the given `WeightAxes`, plus layers that this maker stacks.
         """
         fan_in = math.prod(
             WeightAxes(num_in=num_in, num_stacked=num_stacked, transposed=transposed).split(shape)[

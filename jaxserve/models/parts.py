@@ -49,7 +49,6 @@ class ModelPart:
         )
 
     def _origin(self, path: Path) -> Path:
-        """Return the path in the whole model of the parameter at `path`."""
         if path[0] == "blocks" and isinstance(path[1], int):
             return ("blocks", path[1] + self.stage.layers.start, *path[2:])
         return path
@@ -68,9 +67,7 @@ class ModelPart:
 def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> list[ModelPart]:
     """Return the parts of a model, one for each stage.
 
-    Raises:
-      InvalidConfigError: plan and model have different numbers of layers, or the mesh of a stage
-        does not divide the stage's layers.
+    Raises InvalidConfigError if the numbers of layers differ, or a mesh does not divide its stage.
     """
     if plan.num_layers != config.num_layers:
         raise InvalidConfigError(
@@ -91,11 +88,7 @@ def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> li
 
 
 def planned_stages(mesh: Mesh | StagePlan | None, config: DecoderConfig) -> StagePlan | None:
-    """Return the stages of a user's mesh; None for a model that is not divided.
-
-    Raises:
-      InvalidConfigError: more stages than layers.
-    """
+    """Return the stages of a user's mesh or None; raise InvalidConfigError for too many."""
     try:
         return stages_of(mesh, config.num_layers)
     except ValueError as error:

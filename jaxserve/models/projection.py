@@ -72,11 +72,7 @@ def _by_rows(
     gate: Gate | None,
     residual: Float[Array, " tokens *kept"] | None,
 ) -> Float[Array, " tokens *kept"]:
-    """Return gate(linear(x)) + residual by the linear's row kernels, on one device.
-
-    Raises:
-      NotImplementedError: they do not serve it.
-    """
+    """Return gate(linear(x)) + residual by row kernels, on one device, or NotImplementedError."""
     if not isinstance(linear.weight, nnx.Variable) or linear.transposed:
         raise NotImplementedError(f"row kernels of a {type(linear.weight).__name__}")
     num_in, is_fused = x.ndim - 1, gate in (None, gated_silu)

@@ -298,7 +298,6 @@ def panels_dtype(model: nnx.Module) -> str | None:
 
 
 def is_quantised(model: nnx.Module) -> bool:
-    """Return whether some weight of a model is in few bits."""
     return any(isinstance(module, QuantisedWeight) for _, module in nnx.iter_modules(model))
 
 

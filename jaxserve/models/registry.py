@@ -75,16 +75,11 @@ class Resolved:
 
 
 def list_models() -> tuple[RegisteredModel, ...]:
-    """Return all registered models."""
     return REGISTERED_MODELS
 
 
 def at_revision(name_or_path: str, revision: str) -> str:
-    """Return the name of a model of the Hub at a branch, tag or commit: `org/name@revision`.
-
-    Raises:
-      UnknownModelError: it is not a model of the Hub, or has another revision.
-    """
+    """Return `org/name@revision`, or raise UnknownModelError if the name cannot have one."""
     source = resolve(name_or_path).source
     if not isinstance(source, HubModel):
         raise UnknownModelError(
@@ -97,10 +92,7 @@ def at_revision(name_or_path: str, revision: str) -> str:
 def resolve(name_or_path: str | Path) -> Resolved:
     """Find a model, without a network: a registered name, else a path, else a name of the Hub.
 
-    `./name` is always a folder.
-
-    Raises:
-      UnknownModelError: none of these.
+    `./name` is always a folder. Raises UnknownModelError.
     """
     for model in REGISTERED_MODELS:
         if str(name_or_path).lower() in (model.name, *model.aliases):
@@ -131,11 +123,7 @@ def resolve(name_or_path: str | Path) -> Resolved:
 
 
 def show(name_or_path: str | Path) -> dict[str, Any]:
-    """Return the facts about a model that need no loading, as plain values to print.
-
-    Raises:
-      ModelError: the model is unknown, or its header cannot be read.
-    """
+    """Return the facts about a model that need no loading, as plain values to print."""
     resolved = resolve(name_or_path)
     about: dict[str, Any] = {"name": resolved.name, "kind": resolved.kind}
     model = resolved.source

@@ -41,10 +41,8 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-        """Read `rope_scaling` or `rope_parameters` of a config.json; None without scaling.
-
-        Raises:
-          UnsupportedModelError: a kind of scaling that is not implemented, or a missing number.
+        """Read a config.json's scaling; None without one. Raise UnsupportedModelError if
+        unknown.
         """
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "mrope":  # positions of images; those of text are plain
@@ -97,11 +95,7 @@ class Rope:
     def from_hf(
         cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
     ) -> Rope:
-        """Read the result of `rope_fields`.
-
-        Raises:
-          UnsupportedModelError: as `RopeScaling.from_hf`, or a base that is not a number above 0.
-        """
+        """Read the result of `rope_fields`, or raise UnsupportedModelError."""
         theta = given["rope_theta"]
         if not isinstance(theta, int | float) or not theta > 0:
             raise UnsupportedModelError(f"rope_theta={theta!r} is not supported; give a number > 0")

@@ -86,11 +86,7 @@ class SafetensorsSource:
         return self._dtypes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return a tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).
-
-        Raises:
-          CheckpointError: no such tensor, or its data cannot be read.
-        """
+        """Return a tensor, or its part at `index`, in its stored dtype."""
         if name not in self._paths:
             raise CheckpointError(self.where, [f"tensor {name} is missing"], _REMEDY)
         try:

@@ -184,15 +184,12 @@ class _How:
 
     @property
     def change(self) -> WeightChange | None:
-        """The change of a dense weight to its stored form."""
         return None if self.quantisation is None else self.quantisation.change
 
     def configured(self, config: DecoderConfig) -> DecoderConfig:
-        """Return the configuration with the requested dtype."""
         return config if self.dtype is None else replace(config, dtype=self.dtype)
 
     def read(self, given: Mapping[str, Any]) -> DecoderConfig:
-        """Return the configuration of a config.json, with the requested dtype."""
         return self.configured(config_from_hf(given))
 
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
@@ -293,7 +290,6 @@ def _kept(
     keeper: KeptBlocks | KeptMatrices,
     spare: Collection[str] = (),
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Read weights in the checkpoint's own form."""
     dense, abstract, shardings = how.abstract(config, dense=True)
     modules = {}
 

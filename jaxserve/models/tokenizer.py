@@ -281,7 +281,6 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_file(str(Path(folder) / _TOKENIZER_FILE)), **settings)
 
     def _is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Return whether `decode` ignores this token."""
         if token_id in self._control_ids:
             return skip_special_tokens
         return self._backend.id_to_token(token_id) is None

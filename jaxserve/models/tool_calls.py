@@ -246,7 +246,6 @@ class CallReader:
         return taken
 
     def _next(self) -> list[Part] | None:
-        """Return the next part; None if more text is needed."""
         if self._is_text:
             text = self._taken(len(self._buffer))
             return [text] if text else None

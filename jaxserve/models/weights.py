@@ -79,7 +79,6 @@ class Tensor:
         return filled
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape that the tensor must have in the checkpoint."""
         spans = {axis: last - first for axis, (first, last) in self.ranges(sizes).items()}
         return tuple(math.prod(spans[axis] for axis in group) for group in self.groups)
 

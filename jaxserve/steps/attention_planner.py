@@ -58,7 +58,6 @@ class AttentionPlanner:
         return cls(config, tiling, None if others else window)
 
     def mixed(self, batch: MixedBatch) -> Plan:
-        """Return the plan of a mixed step; the batch holds NumPy arrays."""
         start, length = np.asarray(batch.start), np.asarray(batch.query_length)
         return self._plan(start, length, num_tokens=len(batch.token_row), is_decode=False)
 
@@ -71,14 +70,10 @@ class AttentionPlanner:
         *,
         most_gained: int | None = None,
     ) -> Plan:
-        """Return the plan of a decode loop over a window's slots, for the contexts of its last
-        step.
+        """Return the plan of a decode loop over a window's slots, for its last step's contexts.
 
-        Kernels attend to no key after a planned context, so it is the longest possible one.
-
-        Args:
-          most_gained: tokens that an iteration gives a row at most; `num_proposed` + 1 by default,
-            more if other rows propose more.
+        Kernels attend to no key after a planned context, so it is the longest possible one. An
+        iteration gives a row at most `most_gained` tokens, by default `num_proposed` + 1.
         """
         start, length = np.zeros((2, len(window)), np.int64)
         block = 1 + num_proposed

@@ -87,7 +87,6 @@ class WindowRows(NamedTuple):
         return lax.dynamic_slice_in_dim(leaf, self.window.start, self.window.most.shape[0])
 
     def live(self, done: Bool[Array, " slots"]) -> Bool[Array, " rows"]:
-        """Return which rows take part and have not ended."""
         return (self.window.most > 0) & ~self.part(done)
 
 
@@ -178,11 +177,7 @@ def choose(
     variant: Variant,
     config: EngineConfig,
 ) -> Choice:
-    """Choose the next token of each live row, and one after each proposal that is right.
-
-    Args:
-      proposed: proposals of each row in the block; None for a block without any.
-    """
+    """Choose the next token of each live row, and one after each right proposal of the block."""
     num_rows = live.shape[0]
     nothing = jnp.zeros(num_rows, jnp.int32)
     computed = compared = nothing if proposed is None else proposed
@@ -457,10 +452,8 @@ def decode_once(
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "tokens embed"] | None]:
     """Compute each slot's newest token and its proposals.
 
-    `inputs` is the output of the previous stage; None for a whole model or a first stage.
-
-    Returns:
-      Hidden states, the cache, and the activations that the probe reads.
+    `inputs` is the output of the previous stage; None for a whole model or a first stage. Returns
+    hidden states, the cache, and the activations that the probe reads.
     """
     inputs, attention = attention_of(slots, window, block, inputs, attention_plan, config, proposed)
     return tapped(model, inputs, attention, cache, where)
@@ -479,10 +472,8 @@ def _drafted(
     """Draft `num` tokens of each row (`most` at most) with the draft model, one by one.
 
     It chooses as the served model does, with the same random numbers, so that its proposals are
-    often right where the two models agree.
-
-    Returns:
-      The slots, with the drafts after their valid tokens; the drafts; and the cache.
+    often right where the two models agree. Returns slots with the drafts appended, the drafts, and
+    the cache.
     """
     num_slots, row = slots.done.shape[0], jnp.arange(num.shape[0])
     length = window.part(slots.length)

@@ -81,10 +81,8 @@ class ExecutableStore:
         """Expect the executables that an earlier process used first after the same call.
 
         `load_expected` loads them in the background. The executables that this process uses first
-        are written for the next one. A wrong expectation costs time only.
-
-        Returns:
-          Whether `load_expected` has anything to do: not for a key that was expected before.
+        are written for the next one. A wrong expectation costs time only. Returns whether
+        `load_expected` has anything to do: not for a key that was expected before.
         """
         with self._lock:
             self._knows_first = False
@@ -120,7 +118,6 @@ class ExecutableStore:
                     future.set_exception(error)
 
     def note_use(self, key: str) -> None:
-        """Record the first call of an executable."""
         with self._lock:
             first = self._first
             if self._first_key is None or key in first or len(first) == _MAX_FIRST:
@@ -288,11 +285,7 @@ class Unnameable(Exception):
 
 
 def key_of(*parts: Any) -> str:
-    """Return a key for the store: equal in every process for equal parts, else different.
-
-    Raises:
-      Unnameable: a part has no name.
-    """
+    """Return a key, equal in every process for equal parts only, or raise `Unnameable`."""
     digest = hashlib.sha256()
     for part in parts:
         for token in _tokens(part):

@@ -48,14 +48,10 @@ def mixed_body(
     Float[Array, "slots hidden"],
     Float32[Array, "slots embed"] | None,
 ]:
-    """Compute every row.
+    """Compute every row; `inputs` is the output of the previous stage, None for the first one.
 
-    Args:
-      inputs: the output of the previous stage; None for the first stage.
-
-    Returns:
-      The cache, with `incoming` pages in it; hidden states; those of row ends; and the activations
-      that the probe reads there, None without one.
+    Returns the cache, with `incoming` pages in it; hidden states; those of row ends; and the
+    activations that the probe reads there, None without one.
     """
     model = serving_model(graphdef, params, config, drafting, draft)
     batch, live = where_slots_are(batch, slots)

@@ -67,7 +67,6 @@ def no_outputs(num_rows: int, most: int, variant: Variant, *, num_proposed: int 
 
 
 def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Outputs:
-    """Return the outputs with the next token of each live row."""
     row = jnp.arange(out.tokens.shape[0])
     column = jnp.where(live, out.num_tokens, out.tokens.shape[1])
 

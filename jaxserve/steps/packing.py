@@ -89,9 +89,7 @@ def in_places(row: Row) -> list[Row]:
 def pack_choosing(config: EngineConfig, rows: Sequence[Row], num_rows: int) -> ChoosingRows:
     """Return which slots choose tokens after which rows of a mixed step (NumPy arrays).
 
-    Args:
-      rows: those that sample, in the order of the batch, in which `in_places` divides them.
-      num_rows: size of the head.
+    `rows` are those that sample, in the batch's order, in which `in_places` divides them.
     """
     slot = np.full(num_rows, config.max_slots, np.int32)
     first, num = np.zeros((2, num_rows), np.int32)

@@ -63,8 +63,7 @@ class Preparation:
     def finished(self) -> Iterator[str]:
         """Yield the name of each function when it has returned; end after the last one.
 
-        Raises:
-          Exception: that of a function that failed. Functions that have not begun are dropped.
+        Raises the error of one that failed; functions that have not begun are then dropped.
         """
         for _ in range(self._num_steps):
             try:
@@ -86,7 +85,6 @@ class Preparation:
         return self._num_first_left == 0
 
     def is_made(self, name: str) -> bool:
-        """Return whether the function of this name has returned."""
         return name in self._made
 
     def close(self) -> None:
@@ -136,7 +134,6 @@ def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
 
 
 def start_thread(name: str, function: Callable[[], Any]) -> threading.Thread:
-    """Start a daemon thread with a large stack that calls `function`."""
     thread = threading.Thread(target=function, name=name, daemon=True)
     with _large_stacks():
         thread.start()

@@ -41,11 +41,7 @@ class Probe(Protocol):
 
 
 def check_probe(probe: Probe, model_config: Any) -> None:
-    """Check, before anything is compiled, that a probe can read a model.
-
-    Raises:
-      InvalidConfigError: it cannot; the message says why.
-    """
+    """Raise InvalidConfigError, before anything is compiled, if a probe cannot read a model."""
     if probe.width != model_config.hidden_size or not 1 <= probe.layer <= model_config.num_layers:
         raise InvalidConfigError(
             f"the probe reads activations of width {probe.width} behind layer {probe.layer}, and "

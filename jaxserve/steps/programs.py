@@ -197,9 +197,7 @@ class Programs:
     ) -> list[Any]:
         """Return the largest mixed step and decode loop, compiled for the arguments of real calls.
 
-        Args:
-          cache: may be abstract.
-          variant: of the decode loop; FULL takes the most memory.
+        The cache may be abstract. `variant` is the decode loop's; FULL takes the most memory.
         """
         batch, window = self._arguments()
         cache, slots = self._placed(cache)
@@ -273,9 +271,8 @@ class Programs:
     ) -> list[Any]:
         """Return the compiled steps of a stage: mixed step, one decode iteration, and head.
 
-        Args:
-          embed: width of the previous stage's output; None for the first one.
-          samples: whether this is the last stage, which has a head.
+        `embed` is the width of the previous stage's output; None for the first stage. Only the last
+        stage `samples`.
         """
         batch, window = self._arguments()
         cache, slots = self._placed(cache, looks_up=samples)
@@ -342,7 +339,6 @@ class Programs:
         return steps
 
     def _placed(self, cache: KVCache, *, looks_up: bool = True) -> tuple[Any, Any]:
-        """Return abstract cache and slots with their shardings."""
         slots = jax.eval_shape(lambda: empty_slots(self.config, looks_up=looks_up))
 
         def at(place: jax.sharding.Sharding, tree: Any) -> Any:

@@ -50,7 +50,6 @@ class Lookup:
 
     @classmethod
     def empty(cls, num_slots: int, max_context: int) -> Lookup:
-        """Return the lookup of slots without tokens."""
         # Twice the entries of a whole context, so that few are overwritten.
         num_entries = 1 << (2 * len(_ORDERS) * max_context - 1).bit_length()
         return cls(
@@ -66,11 +65,9 @@ class Lookup:
         slot: Int32[Array, " tokens"],
         position: Int32[Array, " tokens"],
     ) -> Lookup:
-        """Reset the admitted slots and index their tokens.
+        """Reset the admitted slots and index their tokens, given slot and position of each.
 
-        Args:
-          slot, position: of each token; tokens of one slot are consecutive. The number of slots
-            skips a token.
+        Tokens of one slot are consecutive; the number of slots skips a token.
         """
         newest = _newest_at_each(jnp.pad(tokens, (_LONGEST, 0)))[: len(tokens)]
         entries = _entries(newest, position, self.index.shape[1])
@@ -124,7 +121,6 @@ class Answers:
         prompt_length: Int32[Array, ""],
         length: Int32[Array, ""],
     ) -> Answers:
-        """Add the answer of a slot with these tokens."""
         most = tokens.shape[0]
         first = jnp.maximum(prompt_length - _LEADING, 0)
         num = jnp.maximum(length - first, 0)
@@ -186,10 +182,8 @@ def propose(
 ) -> Draft:
     """Return what to compute in the next iteration.
 
-    Of `num` proposals in all, each row gets those that are most likely to become output.
-
-    Args:
-      room: tokens that the row may still get; 0 for a row that takes no part.
+    Of `num` proposals in all, each row gets those that are most likely to become output. `room` is
+    the number of tokens that the row may still get; 0 for a row that takes no part.
     """
     found, available, source = look_up(lookup, answers, tokens, slot, length, num)
     return _chosen(found, available, source, lookup.rates[slot, source], room, cost, num)
@@ -260,13 +254,10 @@ def look_up(
     length: Int32[Array, " rows"],
     num: int,
 ) -> tuple[Int32[Array, "rows num"], Int32[Array, " rows"], Int32[Array, " rows"]]:
-    """Return what followed the newest tokens of each row at an earlier place.
+    """Return what followed the newest tokens of each row before, how much, and its source.
 
     The longest match wins, then one in the row itself, then the latest. If fewer than `num` tokens
     follow it, they repeat.
-
-    Returns:
-      The proposals, how many of them a row has, and their sources.
     """
     newest = _newest(tokens, slot, length)
     own = lookup.index[slot[:, None], _entries(newest, length, lookup.index.shape[1])]

@@ -284,7 +284,6 @@ def pack_edits(
 def admissions_by_call(
     config: EngineConfig, admissions: Sequence[Admission]
 ) -> Iterator[Sequence[Admission]]:
-    """Yield the admissions of each call of `admit`."""
     some: list[Admission] = []
     num_tokens = 0
     for new in admissions:

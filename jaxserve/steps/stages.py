@@ -59,13 +59,9 @@ def decode(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> tuple[KVCache, Float[Array, "tokens hidden"]]:
-    """Compute a stage's part of one decode iteration.
+    """Compute a stage's part of one decode iteration, of the previous stage's output as `inputs`.
 
-    Args:
-      inputs: the output of the previous stage; None for the first stage.
-
-    Returns:
-      The cache, and the residual stream; of the last stage, hidden states.
+    Returns the cache, and the residual stream; of the last stage, hidden states.
     """
     model = merged(graphdef, params, config)
     rows = rows_of(slots, window)
@@ -143,9 +139,8 @@ def choose_proposed(
 ) -> tuple[SlotState, Outputs, Chosen, Draft, Proposed]:
     """Choose the tokens of an iteration that speculates, on the last stage.
 
-    Returns:
-      The slots, the outputs, the appended tokens, and the results of `propose` for the next
-        iteration.
+    Returns the slots, outputs, appended tokens, and the results of `propose` for the next
+    iteration.
     """
     model = merged(graphdef, params, config)
     rows = rows_of(slots, window)
@@ -179,9 +174,7 @@ def append(
 ) -> SlotState:
     """Append the last stage's tokens to the slots of a stage that did not sample.
 
-    Args:
-      num_proposed: newest tokens of each row's slot that the host has proposed, and that the chosen
-        tokens replace; None without any.
+    They replace the `num_proposed` newest tokens of each row's slot, proposed by the host, if any.
     """
     num_slots = slots.done.shape[0]
     length = slots.length[jnp.minimum(index, num_slots - 1)]

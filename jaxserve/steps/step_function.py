@@ -145,8 +145,7 @@ class Shelf:
     ) -> jax.stages.Compiled:
         """Compile a lowered program, and save the executable under a key.
 
-        Args:
-          leaves: the flat arguments that it was lowered for, abstract, and the compiler options.
+        `leaves` are its flat arguments, abstract, and the compiler options.
         """
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
@@ -220,7 +219,6 @@ def unkept(sharding: jax.sharding.Sharding) -> Shelf:
 
 
 def devices_of(place: Placement) -> list[Any]:
-    """Return the devices of a placement, in its order."""
     return list(place.whole.device_set) if place.mesh is None else list(place.mesh.devices.flat)
 
 
@@ -291,10 +289,8 @@ class StepFunction:
     def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:
         """Return the executable for arguments of these shapes; load or compile it if needed.
 
-        Any thread may call it. Each executable is made once; other threads wait for it.
-
-        Args:
-          arguments: arrays, or a `jax.ShapeDtypeStruct` with a sharding instead of a jax.Array.
+        Any thread may call it. Each executable is made once; other threads wait for it. Arguments
+        are arrays, or a `jax.ShapeDtypeStruct` with a sharding instead of a jax.Array.
         """
         return self._prepare(self._passed(arguments), static, stalls=False)
 
@@ -398,11 +394,7 @@ class OneBuffer:
 
     @classmethod
     def of(cls, tree: Any) -> Self:
-        """Return a buffer of NumPy arrays; `tree` returns them again.
-
-        Raises:
-          TypeError: an array has elements that are neither bools nor of four bytes.
-        """
+        """Return a buffer of NumPy arrays, or raise TypeError for elements not bool or 4 bytes."""
         leaves, structure = jax.tree.flatten(tree)
         arrays = [np.asarray(leaf) for leaf in leaves]
         words: Any = np.concatenate(
@@ -465,7 +457,6 @@ def shape_of(leaf: Any) -> Any:
 
 
 def size_of(argument: Any) -> tuple[int, ...] | None:
-    """Return the shape of the first array of an argument."""
     if argument is None:
         return None
     if isinstance(argument, (np.ndarray, np.generic, jax.Array)):

@@ -65,5 +65,4 @@ def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """Return the family that a configuration belongs to."""
     return next(family for family in _ALL if family.config is type(config))

@@ -87,11 +87,7 @@ class BambaConfig(DecoderConfig):
 
 
 def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer.
-
-    Raises:
-      UnsupportedModelError: an index is not that of a layer.
-    """
+    """Return the kind of each layer, or raise UnsupportedModelError for a wrong index."""
     attention = given["attn_layer_indices"] or ()
     if not set(attention) <= set(range(num_layers)):
         raise UnsupportedModelError(

@@ -131,13 +131,8 @@ class LlamaConfig(DecoderConfig):
 def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
     """Return the fields that families share whose config.json is like Llama's.
 
-    Args:
-      given: the result of `Fields.read`.
-      share: the part of a head that is rotated, unless the parameters of the rotation have another;
-        None for whole heads, regardless of these parameters.
-
-    Raises:
-      UnsupportedModelError: as `DecoderConfig.from_hf`.
+    `given` is the result of `Fields.read`; `share` is the rotated part of a head, unless the
+    rotation's parameters have another; None for whole heads. Raises as `DecoderConfig.from_hf`.
     """
     rope = rope_fields(given)
     max_position = given["max_position_embeddings"]

@@ -100,7 +100,6 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[
         Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]
     ]:
-        """Return the gates and the experts of each token."""
         scores = Linear(self.router)(x, adapter, out_dtype=jnp.float32)
         likeliest, experts = lax.top_k(scores, self.config.experts_per_token)
         gates = jnp.exp(likeliest - log_sum_exp(scores)[:, None])

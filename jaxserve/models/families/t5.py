@@ -156,11 +156,7 @@ class T5Config(DecoderConfig):
 
 
 def _feed_forward(name: str) -> tuple[str, bool]:
-    """Return the activation of `feed_forward_proj`, and whether the MLP has a gate.
-
-    Raises:
-      UnsupportedModelError: the name is unknown.
-    """
+    """Return the activation of `feed_forward_proj`, and whether the MLP has a gate."""
     gate, _, activation = name.rpartition("-")
     activation = "gelu_new" if name == "gated-gelu" else activation
     if gate not in ("", "gated") or activation not in ACTIVATIONS:

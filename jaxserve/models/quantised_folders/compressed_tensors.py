@@ -62,11 +62,7 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read `quantization_config`.
-
-        Raises:
-          UnsupportedModelError: a format, a type of weights or a strategy that is not read.
-        """
+        """Read `quantization_config`; raise UnsupportedModelError for an unknown scheme."""
         sparsity = (given.get("sparsity_config") or {}).get("format") or "dense"
         if sparsity != "dense":
             raise UnsupportedModelError(

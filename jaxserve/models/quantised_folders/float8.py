@@ -39,11 +39,7 @@ class Float8:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read `quantization_config`.
-
-        Raises:
-          UnsupportedModelError: another format of numbers, or blocks that are not two sizes.
-        """
+        """Read `quantization_config`; raise UnsupportedModelError for an unknown format."""
         block = given.get("weight_block_size")
         format = given.get("fmt") or given.get("format") or "e4m3"
         semantics = given.get("weight_scale_semantics")

@@ -120,11 +120,7 @@ _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
-    """Return `method_of` a folder, whose writer may have described its weights in another file.
-
-    Raises:
-      CheckpointError: that file cannot be read.
-    """
+    """Return `method_of` a folder, whose writer may have described its weights in another file."""
     for name, method in _OWN_FILES.items():
         if not config.get("quantization_config") and (folder / name).is_file():
             try:
@@ -138,11 +134,7 @@ def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
-    """Return the format of a folder's weights, from config.json; None for dense weights.
-
-    Raises:
-      UnsupportedModelError: the format is not read.
-    """
+    """Return a folder's format; None for dense weights. Raise UnsupportedModelError if unknown."""
     given = config.get("quantization_config")
     if not given:
         return None

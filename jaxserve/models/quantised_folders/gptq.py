@@ -35,11 +35,7 @@ class GPTQ:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read `quantization_config`.
-
-        Raises:
-          UnsupportedModelError: another number of bits, or another layout.
-        """
+        """Read `quantization_config`; raise UnsupportedModelError for other bits or layouts."""
         bits, group = whole_number(given, "bits"), whole_number(given, "group_size")
         version = given.get("checkpoint_format") or "gptq"
         if given.get("is_marlin_format"):
@@ -140,11 +136,7 @@ class AWQ:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read `quantization_config`.
-
-        Raises:
-          UnsupportedModelError: another number of bits, or another layout.
-        """
+        """Read `quantization_config`; raise UnsupportedModelError for other bits or layouts."""
         given = {"bits": given.get("w_bit"), "group_size": given.get("q_group_size"), **given}
         bits, group = whole_number(given, "bits"), whole_number(given, "group_size")
         version = str(given.get("version", "gemm")).lower()

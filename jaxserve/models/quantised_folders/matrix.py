@@ -52,11 +52,7 @@ class Matrix:
         return 1 << (self.bits - 1)
 
     def order(self) -> Int32[np.ndarray, " in"] | None:
-        """Return the inputs sorted by their group; None if they are in that order.
-
-        Raises:
-          ValueError: a group does not have `group` inputs.
-        """
+        """Return the inputs sorted by group; None if sorted. Raise ValueError for uneven groups."""
         found = None if self.groups is None else self.groups()
         if found is None or (found == np.arange(self.shape[1]) // self.group).all():
             return None
@@ -68,7 +64,6 @@ class Matrix:
         return np.argsort(found, kind="stable").astype(np.int32)
 
     def numbers(self) -> Float[np.ndarray, "out in"]:
-        """Return the weight in float32."""
         scales = self.scales().astype(np.float32)
         if self.is_float:
             numbers = self.codes().view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -71,11 +71,9 @@ class RandomChoice:
     least: Float32[Array, " rows"] | None = None
 
     def limited(self, limit: Float32[Array, " rows"]) -> RandomChoice:
-        """Keep only the tokens whose gap is at most `limit`."""
         return replace(self, limit=jnp.minimum(self.limit, limit))
 
     def at_least(self, likelihood: Float32[Array, " rows"]) -> RandomChoice:
-        """Keep only the tokens of at least this likelihood."""
         least = likelihood if self.least is None else jnp.maximum(self.least, likelihood)
         return replace(self, least=least)
 

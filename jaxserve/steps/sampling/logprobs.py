@@ -23,7 +23,6 @@ def token_logprobs(
     token: Int32[Array, " rows"],
     normalizer: Float32[Array, " rows"],
 ) -> Float32[Array, " rows"]:
-    """Return the log-probability of one token a row."""
     return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - normalizer
 
 
@@ -66,10 +65,8 @@ def prompt_logprobs(
 ) -> PromptLogprobs:
     """Return the log-probability of each position's target, and the likeliest tokens there.
 
-    Never holds more than [chunk, vocab] logits, for any length of the prompt.
-
-    Args:
-      project: the model's head, from hidden states to logits.
+    Never holds more than [chunk, vocab] logits, for any length of the prompt. `project` is the
+    model's head.
     """
     num_positions = targets.shape[0]
     extra = -num_positions % chunk

@@ -109,12 +109,7 @@ class LogitsProcessor(Processor):
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
-        """Return the changed logits.
-
-        Args:
-          logits: `vocab` is rounded up; entries past the vocabulary are -inf and must stay.
-          arrays: of `slot_arrays` and `step_arrays`.
-        """
+        """Return the changed logits; those of padding, past the vocabulary, must stay at -inf."""
 
 
 class ChoiceProcessor(Processor):
