@@ -414,10 +414,9 @@ class Connect(Protocol):
 def open_journal(
     path: str | Path | None, *, must_exist: bool = False, connect: Connect = sqlite3.connect
 ) -> sqlite3.Connection:
-    """Return a connection for one thread at a time.
+    """Return a connection for one thread at a time; `path` None keeps everything in memory.
 
-    A commit returns when it is on the disk. Only its owner can read a new file. None as `path`
-    keeps everything in memory.
+    A commit returns when it is on the disk. Only its owner can read a new file.
 
     Raises:
       JournalError: the file must exist and does not, cannot be opened, read or written, or belongs

@@ -60,9 +60,8 @@ class _Followed:
 class Constraints:
     """The matchers of the sequences with a grammar. Only the engine's thread uses it.
 
-    A step looks only at the sequences that it computes, since many may wait. Cancelled ones are
-    dropped once there are twice as many as at the last look. `grammars` is None if no request has a
-    grammar or, as in a simulation, grammars are not enforced.
+    Since many may wait, a step looks only at the sequences that it computes, and cancelled ones are
+    dropped in bulk. `grammars` is None if no grammar is enforced, as in a simulation.
     """
 
     def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):

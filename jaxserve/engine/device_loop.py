@@ -125,9 +125,7 @@ class DeviceLoop(Generic[_Job]):
             self._raise_if_over()
 
     def submit(self, *jobs: _Job) -> None:
-        """Submit jobs, which start in the same iteration.
-
-        No job that has not ended may have the same id.
+        """Submit jobs, which start in the same iteration; unfinished jobs have different ids.
 
         Raises:
           RuntimeClosedError: the loop was closed.
@@ -156,10 +154,7 @@ class DeviceLoop(Generic[_Job]):
     def ask(self, question: Callable[[], _T]) -> _T:
         """Return the result of `question`, run on the loop's thread between steps or after a pause.
 
-        On the loop's thread (`is_here`) the call would wait for itself.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
+        On the loop's thread (`is_here`) the call would wait for itself. Raises what `submit` does.
         """
         answer: Future[_T] = Future()
         with self._changed:
@@ -225,10 +220,7 @@ class DeviceLoop(Generic[_Job]):
         """Advance no job from now on, until `go_on`. No step is in flight after the call.
 
         Jobs are still accepted, and wait. `cancel`, `ask` and `paused` work; `running` is as in
-        `paused`.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
+        `paused`. Raises what `submit` does.
         """
         with self.paused(running):
             self.is_halted = True

@@ -222,10 +222,9 @@ class Engine:
     def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
         """Return the contents of cached full pages of a context, from page `first` on.
 
-        They pass through host memory, as far as it has room. Steps may be in flight. After an error
-        of the executor, the pages that it was to copy are no longer on the host. Unless it `waits`
-        for copies, the next steps make the missing ones, and only pages already copied are
-        returned.
+        They pass through host memory, as far as it has room. Steps may be in flight. If the
+        executor fails, the pages to copy are no longer on the host. Unless it `waits`, missing
+        copies are left to the next steps, and only pages already copied are returned.
         """
         self._kv.transfer.copy_to_host(tokens, first)
         if not waits:
@@ -251,10 +250,9 @@ class Engine:
         self._kv.evict(tokens, pages)
 
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
-        """Drop every cached page, so that no later lookup hits it. Call `drain` first.
+        """Drop cached pages, and past answers for proposals. Call `drain` first.
 
-        Past answers are no longer proposed, either. The disk's pages of these weights are kept if
-        `keeps_disk`.
+        The disk's pages of these weights are kept if `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         restart_awaiting(self.scheduler)

@@ -107,12 +107,7 @@ class CompileThreads:
             start_thread(f"jaxserve-grammar-{i}", _worker(self._jobs))
 
     def submit(self, function: Callable[[], Any]) -> CompileJob:
-        """Return a job that calls a function.
-
-        Raises:
-          GrammarsBusyError: too many jobs wait.
-          RuntimeClosedError: the threads were closed.
-        """
+        """Return a job; GrammarsBusyError if too many wait, RuntimeClosedError after `close`."""
         job = CompileJob(function)
         with self._lock:
             if self._is_closed:
@@ -173,13 +168,8 @@ class GrammarTrials:
 
     A grammar whose trial ends within its limits can be compiled in this process with as much time
     and memory. Only another process can be stopped, since llguidance cannot be interrupted.
-
-    Args:
-      outline: size of the vocabulary, name of each control token by number, and the end token.
-      limits: those of llguidance.
-      timeout_s: time limit of a trial.
-      idle_s: seconds without a grammar after which a process ends.
-      max_bytes: the most that a process may allocate.
+    `outline` has the size of the vocabulary, the name of each control token by number, and the end
+    token; `limits` are llguidance's; a process ends after `idle_s` without a grammar.
     """
 
     def __init__(

@@ -103,10 +103,7 @@ class _Task(NamedTuple):
 class Grammars:
     """The compiled grammars of one model, shared by its engines and the threads that submit.
 
-    Args:
-      eos_token_ids: tokens that end an answer, if its grammar allows it.
-      vocab_size: of the model.
-      timeout_s: as `TIMEOUT_S`.
+    An answer may end with one of `eos_token_ids` if its grammar allows it.
     """
 
     def __init__(

@@ -19,10 +19,9 @@ _LEAST_GAIN = 0.3
 
 @final
 class HostLookup:
-    """Proposes what followed an answer's newest tokens earlier in it or in its prompt.
+    """Proposes what followed an answer's newest tokens earlier in it or in the prompt's end.
 
-    It does for one answer what `steps.proposals` does on the device. It knows only the end of a
-    long prompt, after some steps.
+    It does for one answer what `steps.proposals` does on the device.
     """
 
     def __init__(self, prompt: Sequence[int]):

@@ -65,8 +65,8 @@ def wait_for_all(
 ) -> None:
     """Wait until every request has ended. Ctrl-C interrupts only the wait.
 
-    The progress bar, shown after two seconds, has this `label`; its rate counts `unit`, of which a
-    completion has `units_of`.
+    After two seconds a progress bar shows `label` and a rate in `unit`, of which a completion has
+    `units_of`.
 
     Raises:
       TimeoutError: a request has not ended after `timeout_s` seconds; all of them continue.

@@ -37,7 +37,6 @@ class StepRecord:
       num_tokens: number of tokens over all iterations, including those after an early end.
       num_padding_tokens: number of unused tokens that pad the step to its compiled size, computed
         in addition to `num_tokens`.
-      num_running, num_waiting: number of sequences with and without a slot.
       pages_owned, pages_reserved: number of pages in use, and of additional reserved pages.
       pages_cached: number of pages that are not in use and whose contents may be reused.
       pages_out, pages_in: number of pages copied to the host and back before the step.

@@ -136,7 +136,6 @@ class Branch:
     Attributes:
       returns: whether it will continue: its sequence was preempted, or more turns are expected.
       is_awaited: whether its pages are being read from the disk for a waiting sequence.
-      num_uses: how often it, and thus each of its pages, was used.
       shared: pages that belonged to this conversation first, and to other ones too.
       on_device, on_host, uncopied: pages that belonged to this conversation first, by tier;
         `uncopied` has those that are on the device alone.
@@ -198,12 +197,8 @@ class Branch:
 class CachedPage:
     """KV of one full page after a certain prefix, and where it is: the unit of eviction.
 
-    Attributes:
-      index: index of the page in its sequence.
-      key: None while some of its tokens have not been read yet.
-      device_page, host_page: pages of the pools that hold it, or None.
-      branches: conversations that it belongs to.
-      num_uses: how often it was used other than by its conversations.
+    The `key` is None while some of its tokens have not been read yet. `branches` are its
+    conversations, and `num_uses` counts uses by none of them.
     """
 
     index: int

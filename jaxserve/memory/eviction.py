@@ -36,9 +36,8 @@ _Entry: TypeAlias = tuple[tuple[float, int], int, CachedPage, int, _Unit, int]
 class RecomputeCost:
     """Cost(l) of recomputing a page after a context of l tokens (thesis, eq. 3.5 and 3.6).
 
-    Attributes:
-      points: (context, seconds) at contexts that are powers of two, increasing; at least two. The
-        cost is linear between and beyond them.
+    It is linear between and beyond `points`, at least two (context, seconds) at increasing powers
+    of two.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -209,8 +208,6 @@ class Ranking:
       branches: every conversation with pages; those without any are removed.
       line: which pages of a conversation may go. Awaited conversations, and on the device running
         ones, are considered only if no other is found.
-      may_go: whether a page may be evicted.
-      rank: the sort key.
       keeps: whether no page of a conversation may go at present.
     """
 

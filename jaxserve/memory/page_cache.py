@@ -71,14 +71,12 @@ class PageCache:
       num_pages: of the device's pool, the null page included.
       host: pages of the host, which other parts may allocate too; None to cache nothing there.
       values: of pages; one that costs less to compute than to copy is not copied.
-      disk: for pages that leave the host; None without one.
-      host_memory: the contents of the host's pages; only read and written for the disk.
+      disk: for pages that leave the host; None without one. `host_memory` is accessed only for it.
       identity: of the model and its weights, which keys begin with; `clear` may replace it.
       max_pages_out: the most evicted pages that one plan copies to the host.
 
     Attributes:
       incoming: copies from the host, to be made after those of `copies_out`.
-      num_pages_out: pages copied to the host.
       num_evicted: pages that were evicted from their last tier above the disk.
       branches: every conversation with pages here, and some that had pages recently.
     """

@@ -51,12 +51,9 @@ def expected_late(
 
     Its outlook tells when it begins, after those before it in the policy's order, and when it ends:
     with the mean of its predicted length, or with its `max_tokens` if nothing was predicted.
-    Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count.
-
-    Args:
-      samples: its sequences; those that have failed do not count.
-      pace: None before any step was timed; then nothing is refused.
-      begins_at_once: there are slots for it that no sequence without a bound may take.
+    Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count, nor
+    do failed `samples`. Without a `pace` nothing is refused. It `begins_at_once` if slots are free
+    for it that no sequence without a bound may take.
     """
     request = samples[0].request
     own = [each for each in samples if each.phase is Phase.WAITING]
@@ -98,10 +95,9 @@ def too_late(
 
 
 class Leeway(NamedTuple):
-    """Limits up to which a waiting request is not `too_late`, while no longer output is expected.
+    """Limits up to which a waiting request is not `too_late`, if no longer output is expected.
 
-    A prediction that arrives later is never longer: it replaces the limit on the output. `until_s`
-    is a time; the other two are limits on the `Pace`.
+    A prediction that arrives later is never longer: it replaces the limit on the output.
     """
 
     until_s: float

@@ -232,9 +232,6 @@ class LengthTracker:
 
     A reading that is not finite changes nothing. The first one that raises is logged, and is the
     last.
-
-    Args:
-      refinement: how a reading changes an estimate; None without a probe.
     """
 
     def __init__(self, refinement: Refinement | None = None):

@@ -23,12 +23,13 @@ class Outlook:
     """The expected rest of a request that has not ended, given the tokens that it has so far.
 
     A request without a prediction counts as long as its limit. Of several samples, the first to
-    begin and the last to end count, and the tokens of all.
+    begin and the last to end count, and the tokens of all. Before any step was timed, times are
+    None.
 
     Attributes:
       num_tokens: output tokens still to come.
-      begins_in_s: 0 for a request that runs; None before any step was timed.
-      ends_in_s: if no other request arrives; None before any step was timed.
+      begins_in_s: 0 for a request that runs.
+      ends_in_s: if no other request arrives.
     """
 
     num_tokens: float
@@ -64,10 +65,7 @@ def outlooks(
 
 
 class ExpectedQueue(NamedTuple):
-    """When sequences, running ones first, begin and end, in iterations from now.
-
-    `tokens` are the output tokens still to come of each.
-    """
+    """When sequences, running ones first, begin and end, in iterations from now."""
 
     sequences: list[Sequence]
     tokens: list[float]

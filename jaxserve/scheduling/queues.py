@@ -46,8 +46,7 @@ class Arrivals:
     def rate(self, now_s: float) -> float:
         """Return the expected arrivals a second; 0 if none is known.
 
-        These are the newest arrivals after the first of them, over the time since then: the longer
-        none has come, the fewer are expected.
+        It is the newest arrivals after the first, over the time since then, so it falls with time.
         """
         if len(self._times_s) < 2:
             return 0.0
@@ -58,14 +57,10 @@ class Arrivals:
 class Queues:
     """Moves sequences between the waiting pool and the slots of the device batch.
 
-    Args:
-      pace: returns how long steps took recently; None before any step was timed.
-
     Attributes:
       keys: the sort key of every sequence in the policy's order.
-      waiting: sequences without a slot, in the policy's order.
-      running: sequences with a slot, in the policy's order.
-      bounded: those of them with a latency bound of their own.
+      waiting, running: sequences without and with a slot, in the policy's order.
+      bounded: running sequences with a latency bound of their own.
       slots: of each device group's batch; at most `max_slots` are live in all of them together.
     """
 

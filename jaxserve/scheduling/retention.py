@@ -52,9 +52,8 @@ class DeviceOnly:
 class Tiered:
     """Keep pages on the device, and evicted ones on the host, as Pensieve (thesis, section 3.4.3).
 
-    Without host memory it is `DeviceOnly`. Pages of preempted sequences are treated the same way:
-    their value is high, because their sequences were active just now, and they are found again at
-    the next admission.
+    Without host memory it is `DeviceOnly`. Preempted sequences find their pages again: these have a
+    high value, because their sequences were active just now.
 
     Attributes:
       free_share: of the device's pages; when less can be taken without loss, pages of low value are

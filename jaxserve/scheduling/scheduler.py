@@ -109,13 +109,10 @@ class Scheduler:
 
     Args:
       policy: every decision; its state belongs to this scheduler.
-      kv: owns the pages of the sequences.
       refinement: how readings of a probe change estimates; None without a probe.
       pace: returns how long steps took recently; None before any step was timed.
 
     Attributes:
-      lengths: expected lengths of the sequences; policies read it.
-      speculation: what is known of proposals; the engine adds how long steps took.
       wake_s: until when the policy or the disk lets the device idle; None if neither does.
     """
 

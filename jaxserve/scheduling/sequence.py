@@ -57,16 +57,12 @@ class Sequence:
 
     Attributes:
       key: unique within a scheduler; names the sequence in plans.
-      sample_index: which of the request's `n` samples.
       max_length: the most prompt and output tokens together.
-      kv: its KV state; only the KV manager writes it.
       primary: the request's first sample, whose prompt pages this one shares; None for itself.
       slot: row of the device batch while it runs.
-      output: tokens that were read.
       falls_short: whether a step has delivered fewer tokens than planned before the answer's end.
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
-      num_preemptions: how often it went back to the waiting pool.
       num_lost: handovers in a row whose pages did not arrive.
     """
 

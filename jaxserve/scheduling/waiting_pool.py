@@ -71,16 +71,13 @@ class _EntryBlock:
 
 @final
 class WaitingPool:
-    """Waiting sequences in the policy's order.
+    """Waiting sequences in the policy's order; a key is computed when a sequence begins to wait.
 
     A sequence that does not fit is passed by later ones as often as the order allows. The sequences
     are in blocks that know their least pages, so the cost of a search is the number of blocks and
-    one of them, not the number of sequences.
-
-    Args:
-      keys: sort keys; a key is computed whenever a sequence begins to wait.
-      least_pages: returns the fewest pages that a sequence can begin with. Without tokens in flight
-        it does not change while the sequence waits, unless `replace` or `sort` is called.
+    one of them, not the number of sequences. `least_pages` returns the fewest pages that a sequence
+    can begin with; unless tokens are in flight, only `replace` and `sort` may change it while it
+    waits.
     """
 
     def __init__(

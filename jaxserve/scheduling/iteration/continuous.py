@@ -67,7 +67,7 @@ class IterationLevel:
 
     While a prompt is computed no answer advances. A prompt longer than a step is cut. At most as
     many requests as there are slots are prefilled before the running answers advance; otherwise a
-    stream of requests that end with their first token would block the answers for ever.
+    stream of one-token requests would block these for ever.
 
     Without `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the
     live ones are still computed.

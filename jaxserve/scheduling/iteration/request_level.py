@@ -72,10 +72,9 @@ class Static:
 @final
 @dataclass
 class Turns:
-    """The turns of running sequences.
+    """The number of each running sequence's last turn, by its key.
 
-    `last` maps the key of each running sequence to the number of its last turn; for one without a
-    turn since its admission, to that of the last turn before.
+    Without a turn since its admission, it is that of the last turn before.
     """
 
     num_turns: int = 0

@@ -22,11 +22,9 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 class Round:
     """The encode phase and the decode phase that a scheduler is in.
 
-    Attributes:
-      is_extended: whether the decode phase continues because no sequence waits.
-      batch: sequences that the encode phase has admitted.
-      decoding: sequences that the decode phase began with.
-      ended_share: share of those that ended in the phase: the measured sum of P_D(U).
+    The decode phase `is_extended` while no sequence waits. `batch` was admitted by the encode
+    phase; `decoding` began the decode phase, and `ended_share` of them ended in it: the measured
+    sum of P_D(U).
     """
 
     is_encoding: bool = False

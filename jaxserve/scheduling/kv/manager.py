@@ -30,11 +30,8 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 class PageUsage:
     """Counts of the pages of the device, the host and the disk.
 
-    Attributes:
-      num_usable: pages of the device that sequences can own: all except the null page.
-      num_reserved: further pages that are reserved and not allocated yet.
-      num_cached: pages that no sequence owns, with contents that may be reused.
-      num_available: pages that can be reserved: free and cached ones that are not reserved yet.
+    The null page is not usable. Reserved pages are not allocated yet; cached ones have no owner;
+    available ones are free or cached, and not reserved.
     """
 
     num_usable: int
@@ -123,18 +120,12 @@ class KVManager:
     `release`, `end`, `restart`). Copies between tiers are collected for the next plan.
 
     Args:
-      config: sizes of the pools; `config` has the present number of pages.
+      config: sizes of the pools; the attribute has the present number of pages.
       policy: its retention and preemption say what is kept, and where.
-      now: the clock.
       costs: of swapping and recomputing; None if they were not measured.
       disk: keeps what leaves the host, from former runs too; closed with the manager.
       host_memory: the contents of the host's pages; needed with a disk.
       on_arrival: called on the disk's thread when `retrieval` has something to take in.
-
-    Attributes:
-      num_outgrown: reservations that were used up.
-      retrieval: reads pages on the disk, for waiting sequences.
-      transfer: sends cached pages to other engines, and takes theirs.
     """
 
     def __init__(

@@ -22,14 +22,9 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 class PrefixCacheManager:
     """Matches sequences with the page cache, by their tokens.
 
-    Args:
-      keeps_pages: False to cache nothing; the samples of one request then still share its prompt.
-
-    Attributes:
-      num_queried: tokens, in full pages, of admitted sequences that were looked up.
-      num_hit: queried tokens that were cached.
-      num_hit_on_host, num_hit_on_disk: hits on these tiers.
-      num_evicted: queried tokens that were evicted recently.
+    Unless it `keeps_pages`, nothing is cached; the samples of one request then still share its
+    prompt. The counters are of tokens in full pages of admitted sequences: those looked up
+    (queried), found (hit, also by tier), and evicted recently.
     """
 
     def __init__(

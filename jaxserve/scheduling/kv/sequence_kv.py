@@ -32,8 +32,7 @@ class SharedPages:
 class Window:
     """The pages of a long prompt, at most `MAX_LOOKED_AT`, that one step considers for prefetching.
 
-    The next step considers the same ones, or the next ones if none of these has to come. `start` is
-    the index of the first; `branch` is None before a page had to come.
+    The next step considers the same ones, or the next ones if none of these has to come.
     """
 
     start: int = 0
@@ -62,19 +61,15 @@ class SequenceKV:
     """The KV state of a sequence. Only the KV manager writes it.
 
     Attributes:
-      table: the sequence's pages and its reservation.
       group: the device group in whose memory the pages are filled.
       num_computed: leading tokens whose KV is written by the steps planned so far, or was cached.
       ahead: [start, end) of later tokens whose KV was cached, in order.
       host_pages: pages of the host that hold its KV while it waits; empty without any.
       num_dropped: tokens whose KV was dropped at the last preemption.
       num_outgrown: how often the sequence used up its reservation.
-      branch: its conversation in the prefix cache.
       num_cached: leading pages that are in the prefix cache.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
-      window: of the pages to prefetch while it waits; None before it was considered.
-      shared: how many pages others own, as of the last lookup; None before.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
         sequence runs and computes nothing.
       is_mixed: whether former weights computed some of its KV, so that no other sequence may reuse

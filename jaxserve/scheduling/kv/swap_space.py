@@ -67,9 +67,6 @@ class SwapSpace:
         magnitude, on every device measured so far.
       max_pages: the most pages that one plan copies; a sequence with more than are left is
         recomputed.
-
-    Attributes:
-      num_recomputed: tokens whose KV was dropped, and computed again.
     """
 
     def __init__(self, host: HostPool | None, costs: SwapCosts | None, max_pages: int):

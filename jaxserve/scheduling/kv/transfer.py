@@ -30,11 +30,7 @@ class WeightsName:
 
 @final
 class WeightsIdentity:
-    """The identity of an engine's weights, with which the keys of cached pages begin.
-
-    `host_memory` has the fingerprint of the weights; None without host pages. With `has_disk`,
-    cached pages may come from another run.
-    """
+    """The identity of an engine's weights, with which the keys of cached pages begin."""
 
     def __init__(self, host_memory: HostMemory | None, *, has_disk: bool):
         self._host_memory = host_memory
@@ -120,8 +116,7 @@ class PageTransfer:
     ) -> KVPages:
         """Return the contents of full pages of a context on the host, from page `first` on.
 
-        It ends at the first page that no plan has copied yet, or that a plan in flight copies to
-        (`on_the_way`).
+        It ends at the first page that was not copied, or is `on_the_way` with a plan in flight.
         """
         contents: list[bytes] = []
         for page in self._cache.find(self._keys_of(tokens)[first:]):
