@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = Path(__file__).parent
-# Scripts that another benchmark starts with a file of its own.
+# Scripts that another benchmark starts with a separate file.
 _SCRIPTS = ("offline/peers/", "cells/peers/", "http/peers/", "planning/host_time.py")
 
 

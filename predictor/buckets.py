@@ -97,7 +97,6 @@ class LengthBuckets:
     def _rounded(
         cls, edges: Float[np.ndarray, " edges"], max_length: int, num: int
     ) -> LengthBuckets:
-        """Round edges to whole numbers so that each bucket holds at least one length."""
         least = np.arange(num + 1)
         whole = np.maximum(np.round(edges).astype(int), least)
         whole = np.minimum(np.maximum.accumulate(whole - least) + least, max_length - num + least)
@@ -128,10 +127,7 @@ class LengthBuckets:
 
 
 def _check(max_length: int, num: int, *, most: int) -> None:
-    """Raise ValueError unless `num` is 1 to `most` and `max_length` 1 to `MAX_LENGTH`.
-
-    It runs before the edges are allocated.
-    """
+    """Raise ValueError unless `num` is 1 to `most` and `max_length` 1 to `MAX_LENGTH`."""
     if not 1 <= num <= most or not 1 <= max_length <= MAX_LENGTH:
         raise ValueError(
             f"num={num} buckets of lengths up to {max_length} are not allowed; pass 1 to {most:,} "

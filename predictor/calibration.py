@@ -73,10 +73,7 @@ def softmax(logits: Float[np.ndarray, "*rows buckets"]) -> Float[np.ndarray, "*r
 def _best_temperature(
     logits: Float[np.ndarray, "requests buckets"], buckets: Int[np.ndarray, " requests"]
 ) -> float:
-    """Return the temperature of the lowest cross-entropy.
-
-    Golden-section search over its logarithm; the cross-entropy has one minimum.
-    """
+    """Return the temperature of the lowest cross-entropy, which has one minimum."""
     logits = np.asarray(logits, np.float64)
     index = np.arange(len(buckets))
 

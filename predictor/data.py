@@ -113,7 +113,6 @@ def split_in_three(
 def _split(
     examples: Sequence[_T], shares: tuple[float, float], seed: int
 ) -> tuple[list[_T], list[_T], list[_T]]:
-    """Return the examples in neither share, then those in each share."""
     if not 0.0 < shares[0] < 1.0 or sum(shares) >= 1.0:
         largest = "1" if not shares[1] else "a half"
         raise ValueError(

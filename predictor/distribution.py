@@ -154,7 +154,6 @@ class LengthDistributions:
         return rate, tail
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
-        """Return the share of each bucket's lengths that are over t."""
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:

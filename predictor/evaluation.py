@@ -221,7 +221,6 @@ def contender(
     test: Sequence[Example],
     calibration: Calibration,
 ) -> Contender:
-    """Return the metrics of a function from prompts to logits [prompts, buckets]."""
     prompts, lengths = columns(test)
     scaled = logits(prompts) / calibration.temperature
     predicted = LengthDistributions(buckets, softmax(scaled))

@@ -77,13 +77,9 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class Observation:
-    """One answered prompt.
+    """One answered prompt, its tokens as the predictor's encoder tokenizes them.
 
-    Attributes:
-      tokens: the prompt as the predictor's encoder tokenizes it.
-      length: number of tokens of the answer.
-      bucket: the bucket of `length`.
-      predicted: the bucket that was predicted as likeliest.
+    `bucket` is that of the answer's `length`; `predicted` was predicted as likeliest.
     """
 
     tokens: Int32[np.ndarray, " tokens"]
@@ -134,7 +130,6 @@ class ReplayBuffer:
         return [self._items[index] for index in drawn]
 
     def restore(self, observations: Iterable[Observation]) -> None:
-        """Replace the content by these observations, oldest first."""
         self._items = deque(observations, maxlen=self.capacity)
 
 
@@ -230,7 +225,6 @@ class Candidate:
         return jax.tree.leaves((self.params, self._moments))
 
     def restore(self, leaves: Sequence[Any]) -> None:
-        """Set the state to the arrays that `leaves` returned."""
         structure = jax.tree.structure((self.params, self._moments))
         self.params, self._moments = jax.tree.unflatten(structure, leaves)
 
@@ -346,13 +340,9 @@ class Counters:
 @final
 @dataclass
 class _Progress:
-    """The learner's position.
+    """The learner's position: `num_learned` of the `num_seen` observations are for training.
 
-    Attributes:
-      num_seen: observations taken from the inbox.
-      num_learned: observations of these that went to the replay buffer.
-      compared_at: step of the last comparison.
-      lost_in_a_row: consecutive comparisons that the copy lost.
+    `compared_at` is the step of the last comparison, `lost_in_a_row` the consecutive lost ones.
     """
 
     num_seen: int = 0
@@ -552,7 +542,6 @@ class OnlineLearner:
         return "learn" if self._may_learn() else None
 
     def _timed(self, work: str) -> float:
-        """Do a piece of work and return the seconds it took."""
         todo: dict[str, Callable[[], None]] = {
             "digest": self._digest,
             "learn": self._learn,
@@ -566,7 +555,6 @@ class OnlineLearner:
         return cost_s
 
     def _digest(self) -> None:
-        """Move the oldest observations of the inbox to the replay buffer or the held-out set."""
         with self._observing:
             num = min(len(self._inbox), _DIGESTED)
             given = [self._inbox.popleft() for _ in range(num)]

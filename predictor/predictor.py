@@ -117,9 +117,10 @@ class LengthPredictor:
         tokens: Int[Array, "texts tokens"],
         mask: Bool[Array, "texts tokens"],
     ) -> Float32[Array, "texts buckets"]:
-        """Return logits without dropout; a pure function for `jax.jit`, differentiable in `params`.
+        """Return logits without dropout; a pure function, for `jax.jit`.
 
         Args:
+          params: the function is differentiable in these.
           mask: False for padding.
         """
         return self._merged(params)(tokens, mask)
@@ -268,7 +269,6 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 def _in_batches(
     compute: Callable[..., jax.Array], tokens: Sequence[np.ndarray], width: int
 ) -> Float32[np.ndarray, "texts width"]:
-    """Apply `compute` to batches of texts of similar lengths."""
     order = np.argsort([len(ids) for ids in tokens], kind="stable")
     out = np.zeros((len(tokens), width), np.float32)
     for start in range(0, len(order), _BATCHES[-1]):

@@ -114,7 +114,6 @@ def _standardising(
     activations: Float[np.ndarray, "readings width"],
     seed: int,
 ) -> ProbeHead:
-    """Return an untrained head that standardises by the activations' mean and deviation."""
     head = ProbeHead(config, num_buckets, rngs=nnx.Rngs(seed))
     mean = activations.mean(0, dtype=np.float64)
     deviation = activations.std(0, dtype=np.float64)
@@ -185,7 +184,6 @@ def _step(
 def _loss(
     head: ProbeHead, activations: Float[Array, "rows width"], labels: Int[Array, " rows"]
 ) -> Float32[Array, ""]:
-    """Return the mean cross-entropy in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(head(activations), labels).mean()
 
 

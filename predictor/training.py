@@ -158,7 +158,6 @@ class _Judge:
         self._labels = _labels(predictor.buckets, held_out)
 
     def loss(self, params: nnx.State) -> float:
-        """Return the mean cross-entropy on held-out examples in nats."""
         logits = self._predictor.logits_of(self._tokens, nnx.to_pure_dict(params))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, self._labels)
         return float(np.mean(np.asarray(each)))
@@ -224,7 +223,6 @@ def _weights(
 
 
 def _params(model: LengthClassifier) -> nnx.State:
-    """Return a copy of the parameters, which training does not change."""
     return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
 
 
@@ -286,7 +284,6 @@ class _Store:
 
 
 def _plain(state: nnx.State) -> list[Any]:
-    """Return the state's arrays in its order, with random keys as their data."""
     return [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
 
 

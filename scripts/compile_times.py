@@ -59,7 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each way."""
     from benchmarks.common import environment
 
     names = Job.__dataclass_fields__
@@ -123,7 +122,6 @@ def compiled(job: Job, way: str) -> dict[str, Any]:
 
 
 def _steps(job: Job) -> list[Any]:
-    """Return (name, function) of each executable."""
     if job.target != "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU, should there be one
     import jax

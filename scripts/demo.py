@@ -30,7 +30,6 @@ QUESTIONS = (
 
 
 def main() -> int:
-    """Print the answers, the time and the memory."""
     console = Console()
     started_s = time.perf_counter()
     with Runtime.from_pretrained(MODEL) as rt:

@@ -76,7 +76,6 @@ def bars(parts: Parts) -> list[dict[str, str]]:
 
 
 def print_table(lines: Iterable[Mapping[str, str]]) -> None:
-    """Print the bars on stderr."""
     table = Table("", "wanted", "found", "", title="gpu-check", box=None)
     styles = {"met": "green", "not met": "red", "not measured": "yellow", "no bar": "dim"}
     for line in lines:
@@ -216,7 +215,6 @@ def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
 
 
 def _model(parts: Parts, model: str) -> Iterable[Bar]:
-    """Yield the bars of a model's decoding and prefill, end to end."""
     name, own = MODELS[model], f"decode_{model}"
     batches = _rows(parts, own, "batches")
     timed = sorted((row for row in batches if "of_bound" in row), key=lambda row: row["batch_size"])
@@ -298,7 +296,6 @@ def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
 
 
 def _choices(parts: Parts) -> Iterable[Bar]:
-    """Yield the milliseconds of a step, by layout and flags."""
     found: dict[int, list[str]] = {}
     for name in CHOICES:
         for row in _rows(parts, name, "choices"):

@@ -250,7 +250,6 @@ def _subset() -> list[Configuration]:
 
 
 def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration]) -> list[str]:
-    """Compile the configurations, and return the problems that were found."""
     problems = []
     place = NamedSharding(mesh, PartitionSpec())
     for configuration in tqdm(configurations, desc="compiling kernels", delay=2):
@@ -296,7 +295,6 @@ def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
 
 
 def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
-    """Return the compiled modules of the mixed step and the decode loop, by name."""
     config = LlamaConfig(
         **steps.config,
         num_layers=num_layers,

@@ -124,7 +124,6 @@ def _total(computations: dict[str, _Computation], name: str) -> int:
 
 
 def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
-    """Return the computations by name, and the name of the entry computation."""
     computations: dict[str, _Computation] = {}
     current, entry = _Computation(), ""
     for line in hlo.splitlines():

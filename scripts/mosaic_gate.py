@@ -34,7 +34,6 @@ _MAX_SHARED_BYTES = 232448
 
 
 def main() -> int:
-    """Check every configuration; return the exit code."""
     options = _parser().parse_args()
     mesh = kernel_gate.h100()
     report: dict[str, dict[str, dict[str, int]]] = {}
@@ -81,7 +80,6 @@ def _name_of(ptx: Path) -> str:
 
 
 def _resources_of(ptx: Path) -> dict[str, int]:
-    """Return the resources of a compiled kernel; raises ValueError as `_resources` does."""
     assembler = ptx.with_suffix(".ptxas").read_text()
     shared = ptx.with_suffix(".resources.txt").read_text()
     copies = ptx.with_suffix(".after_layout_inference.txt").read_text()

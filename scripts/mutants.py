@@ -153,7 +153,6 @@ class Workplace:
         }
 
     def judge(self, mutant: Mutant, tier: str, commit: str) -> Outcome:
-        """Run the tests of a mutant until they catch it."""
         begin_s, found, first, error = time.monotonic(), dict[str, bool](), "", ""
         path = self._copy / mutant.path
         source = path.read_text(encoding="utf-8") if mutant.path else ""

@@ -81,7 +81,6 @@ class Counts:
         pending.future.add_done_callback(self._ended)
 
     def add(self, how: str) -> None:
-        """Count an end that has no completion."""
         with self._lock:
             self.ends[how] += 1
 
@@ -111,7 +110,6 @@ def _threads() -> set[threading.Thread]:
 
 
 def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
-    """Run, and return the figures; `problems` says what is wrong."""
     threads_before = _threads()
     counts, problems = Counts(), []
     sizes: list[int] = []
@@ -320,7 +318,6 @@ def resident_bytes() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and print the figures; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(prog="python -m scripts.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=16)

@@ -219,7 +219,6 @@ class _Trainer:
         self._load.problems.append("weights with NaN were accepted")
 
     def _set(self, ahead: int) -> nnx.State:
-        """Return the weights of the version `ahead` of the current one."""
         return self._sets[(self._rt.weights_version + ahead) % NUM_SETS]
 
     def _take(self, params: Any, **settings: Any) -> None:
@@ -231,7 +230,6 @@ class _Trainer:
 
 
 def soak_updates(num_updates: int, seed: int) -> dict[str, Any]:
-    """Run, and return the figures; `problems` says what is wrong."""
     sets = [nnx.state(tiny_llama(each), nnx.Param) for each in range(NUM_SETS)]
     rng = random.Random(seed)
     seconds: list[float] = []
@@ -294,7 +292,6 @@ def soak_updates(num_updates: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and print the figures; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(prog="python -m scripts.soak_updates", description=__doc__)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

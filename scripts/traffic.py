@@ -67,12 +67,7 @@ class _Traffic:
 @final
 @dataclass(frozen=True)
 class _Instruction:
-    """A line of a computation.
-
-    Attributes:
-      shapes: bytes of each array of its result.
-      operands: names, each with the element of a tuple or None.
-    """
+    """A line of a computation, with the bytes of each array of its result."""
 
     name: str
     opcode: str
@@ -155,7 +150,6 @@ class _Module:
     def run(
         self, name: str, arguments: Sequence[Sequence[_Value]]
     ) -> tuple[Sequence[_Value], _Traffic]:
-        """Return the result of a computation, and the bytes that it moves."""
         traffic = _Traffic()
         values: dict[str, Sequence[_Value]] = {}
         result: Sequence[_Value] = ()
@@ -175,7 +169,6 @@ class _Module:
     def _result(
         self, each: _Instruction, operands: Sequence[Sequence[_Value]], traffic: _Traffic
     ) -> Sequence[_Value]:
-        """Return what an instruction returns, and add what it moves to `traffic`."""
         line = each.line
         if each.opcode == "tuple":
             return [value for operand in operands for value in operand]
@@ -247,7 +240,6 @@ class _Module:
     def _moved(
         self, each: _Instruction, operands: Sequence[_Value], traffic: _Traffic
     ) -> Sequence[_Value]:
-        """Return the result of a fusion, or of an instruction by itself."""
         if each.opcode in ("fusion", "fusion-start"):
             inner = self.computations[_attribute(each.line, "calls")]
             by_number = {_number(one): one.name for one in inner if one.opcode == "parameter"}
@@ -277,10 +269,7 @@ class _Module:
 
 
 def _kernel(each: _Instruction, operands: Sequence[_Value], traffic: _Traffic) -> Sequence[_Value]:
-    """Return the result of a kernel, which may write to operands in place.
-
-    What it reads and writes of the pages is not counted.
-    """
+    """Return a kernel's result; it may write to operands in place, and pages are not counted."""
     targets: dict[int, int] = {}
     if found := re.search(r"output_to_operand_aliasing=\{(.*?\))\}", each.line):
         for output, operand in re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", found[1]):

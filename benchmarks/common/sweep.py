@@ -104,8 +104,7 @@ def reason_to_stop(points: Sequence[Figures]) -> str | None:
 def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
     """Return the requests served a second where p90 of normalised latency is `bound_s` seconds.
 
-    The value lies on a straight line between the two points around the bound; None if the bound
-    is not between two points.
+    It interpolates linearly between the two points around the bound; None if there are none.
     """
     for below, above in pairwise(points):
         low, high = p90(below), p90(above)

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     model = _model(options, device)
     record.result["attention"] = model.config._attn_implementation
-    # Answers go on past an end token, as in benchmarks.decode.
+    # Answers continue after an end token, as in benchmarks.decode.
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(
         generation_config=greedy, **_batching(options, max(sizes))

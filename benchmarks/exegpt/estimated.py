@@ -283,7 +283,9 @@ _Lines = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def _lines(timeline: Timeline, policy: str) -> dict[str, _Lines]:
-    """Return latency and throughput along every variable, with all values of the others."""
+    """Return latency and throughput along every variable, with all values of the other
+    variables.
+    """
     layouts = [
         i
         for i, layout in enumerate(timeline.layouts)

@@ -110,7 +110,7 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
     schedules = result["schedules"]
     agree = [each["tokens_agree"] for each in (*schedules, *result["policies"])]
     found: dict[str, Any] = {
-        # The first one's tokens are those of the others.
+        # All policies must have the first one's tokens.
         "all_tokens_agree": all(agree) if len(agree) > 1 else None,
         "errors": {},
     }

@@ -288,7 +288,7 @@ def _gain(row: Place) -> str:
 def _within(row: Place) -> str:
     """Show the share of answers within the bound when the plan was played."""
     point = row.get()
-    # The best of RRA and WAA is played, too, where the plan is another.
+    # The best of RRA and WAA is played too, if the plan differs from it.
     played = [run for run in point.get("played", ()) if run["policy"] == point["policy"]]
     return f"{mean(run['within'] for run in played):.1%}" if played else ""
 

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common.environment import ROOT
 from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
 
-# Caches that a variable of their own would put elsewhere.
+# Caches that a separate variable would put elsewhere.
 _ELSEWHERE = ("JAX_COMPILATION_CACHE_DIR", "PALLAS_KERNELS_CACHE")
 
 

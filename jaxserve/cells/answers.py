@@ -105,7 +105,6 @@ class CellAnswer:
         return self._begun_s is not None
 
     def begin(self, now_s: float) -> None:
-        """Record when the first task with a node of the request was submitted."""
         self._begun_s = now_s
 
     def wait_until(self, time_s: float) -> None:
@@ -278,7 +277,6 @@ class PartRows:
             self._mark(part, False)
 
     def begin(self, rows: np.ndarray) -> list[Part]:
-        """Return the parts whose requests begin with these rows."""
         new = rows[self._has_not_begun[rows]].tolist()
         found = [part for part in dict.fromkeys(map(self._part_of.__getitem__, new)) if part]
         for part in found:

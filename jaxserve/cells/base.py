@@ -285,7 +285,6 @@ class BaseCell:
         return array
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
-        """Check a node's inputs and return them in the order of the cell's inputs."""
         bound: list[Output | Constant] = []
         if len(inputs) != len(self._bound):
             self._refuse_names(inputs)

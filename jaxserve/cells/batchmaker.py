@@ -88,10 +88,7 @@ _MAX_GONE = 64
 
 @final
 class Release:
-    """The ready nodes of a subgraph that have not been in a task.
-
-    It is empty when they have moved to the front of their queue, or their graph has left.
-    """
+    """The ready nodes of a subgraph; empty once they are in the front or their graph has left."""
 
     __slots__ = ("nodes", "waves")
 
@@ -104,8 +101,8 @@ class Release:
 class NodeQueue:
     """The ready nodes of a type, ordered by the release of their subgraphs.
 
-    The array `front` holds the first ready nodes, slightly more than a batch. So a task and a
-    cancellation cost the same however many nodes wait behind it.
+    The front holds the first of them, slightly more than a batch, so that a task and a cancellation
+    cost the same however many nodes wait.
     """
 
     def __init__(self, type: CellType, index: int):
@@ -142,7 +139,6 @@ class NodeQueue:
             self._num_gone = 0
 
     def next(self) -> np.ndarray:
-        """Return the first ready nodes, at most a full batch."""
         most = self.type.max_batch
         num, parts = len(self.front), [self.front]
         while num < most and self._released:
@@ -209,10 +205,9 @@ _NEVER = -1
 
 @final
 class _Submitted:
-    """Tasks that were submitted together; the first `num_completed` have been completed.
+    """Tasks that were submitted together and are not all completed.
 
-    `ends` has (number of a task, first node of a graph) for each graph whose last node that task
-    submits, in the order of the tasks; empty with loops.
+    `ends` has, without loops, (number of a task, first node of a graph) of graphs that end with it.
     """
 
     __slots__ = ("tasks", "ends", "num_completed")
@@ -376,10 +371,7 @@ class OneWorkerScheduler:
         return each[goes_on][: sum(sizes)], sizes
 
     def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[tuple[int, int]]:
-        """Count the nodes of submitted tasks; return `_Submitted.ends`.
-
-        Without loops, a graph ends with the task that submits its last node.
-        """
+        """Count the nodes of submitted tasks; return `_Submitted.ends` of graphs without loops."""
         if self._has_loops:
             return []
         owners = self._owner[nodes]
@@ -396,10 +388,7 @@ class OneWorkerScheduler:
     def _completed(
         self, queue: NodeQueue, tasks: TaskGroup, ended: Sequence[Collection[int]]
     ) -> list[int]:
-        """Count the nodes of completed tasks; return the first nodes of graphs that have ended.
-
-        Graphs with loops are counted here, because their ends are known only now.
-        """
+        """Count the nodes of completed tasks with loops; return the first nodes of ended graphs."""
         if not queue.type.is_loop:
             return self._left_by(tasks.array)
         found: list[int] = []
@@ -411,7 +400,6 @@ class OneWorkerScheduler:
         return found
 
     def _left_by(self, nodes: np.ndarray) -> list[int]:
-        """Count nodes that have run; return the first nodes of graphs that end with them."""
         owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
         return self._last_of_each(owners[self._num_left[owners] == 0]).tolist()
@@ -422,10 +410,7 @@ class OneWorkerScheduler:
         return nodes[self._steps_left[nodes] != 0]
 
     def _followers(self, nodes: np.ndarray) -> np.ndarray:
-        """Return the nodes that may follow a submitted task's in their subgraphs.
-
-        Subgraphs that depend on them are released too.
-        """
+        """Return the nodes that may follow a submitted task's; release the subgraphs after them."""
         after = self._successors(nodes, self._inner, 0)
         np.subtract.at(self._inner_left, after, 1)
         self._release(self._successors(nodes, self._outer, 1))
@@ -457,10 +442,7 @@ class OneWorkerScheduler:
         return found
 
     def _successors(self, nodes: np.ndarray, links: np.ndarray, kind: int) -> np.ndarray:
-        """Return the successors of nodes, in their order, once for each edge.
-
-        `links` and `kind` are `_inner` and 0, or `_outer` and 1.
-        """
+        """Return the successors of nodes, in their order, once for each edge."""
         found = links[nodes]
         if not (self._several and (found < NO_SUCCESSOR).any()):
             return found[found >= 0]
@@ -565,10 +547,7 @@ class _Subgraph:
 class _Queue:
     """The released subgraphs of a type, which all have ready nodes.
 
-    Attributes:
-      num_ready: ready nodes of subgraphs that any worker may run.
-      num_pinned: for each worker, ready nodes of the subgraphs that only it may run.
-      num_running: submitted tasks that are not completed.
+    `num_ready` counts ready nodes that any worker may run, `num_pinned` those of each worker alone.
     """
 
     def __init__(self, type: CellType, num_workers: int):
@@ -602,10 +581,7 @@ class _Queue:
 
 @final
 class BatchMakerScheduler:
-    """The scheduler of `BatchMaker` for any number of workers.
-
-    `OneWorkerScheduler` returns the same tasks for one worker, in less time.
-    """
+    """The scheduler of `BatchMaker` for any number of workers."""
 
     wake_s = None
 

@@ -93,10 +93,9 @@ class CellGraph:
 
     @property
     def starts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(type, nodes) of nodes that are single subgraphs without dependencies.
+        """(type, nodes) of nodes without dependencies that are single subgraphs, except loops.
 
-        All nodes of one type are in one entry, such as the leaves of a tree. Loops are not
-        included.
+        All nodes of one type are in one entry, such as the leaves of a tree.
         """
         return self._partition.starts
 
@@ -217,7 +216,6 @@ def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
 def _nodes_of_trees(
     leaf_type: int, pair_type: int, num_leaves: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the types of a tree's nodes, and how often each runs."""
     types = (leaf_type,) * num_leaves + (pair_type,) * (num_leaves - 1)
     return types, (1,) * len(types)
 
@@ -294,7 +292,6 @@ def _partition(graph: CellGraph) -> _Partition:
 
 
 def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
-    """Return for each node the first node of its subgraph, and its phase."""
     types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
     leader: list[int] = []  # a node of the same subgraph, in the end its first one

@@ -40,11 +40,8 @@ from jaxserve.execution.device_errors import out_of_memory_as
 class DeviceHandle:
     """A `CellHandle` of calls on a device.
 
-    Args:
-      flags: uint8 [max_fused, batch], or [rows] of all tasks in sequence; None without tasks.
-      emitted: of each emitted output [max_fused, batch, ...].
-      reads: (array, the values of its first rows).
-      copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
+    `flags` are uint8 [max_fused, batch], or [rows] of all tasks in sequence. On a CPU the host
+    reads the arrays; otherwise it reads copies, which begin now.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class DeviceHandle:
         return TaskResults(ended, not_finite, values, self._steps(tasks, flags))
 
     def _steps(self, tasks: TaskGroup, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return each loop's emitted outputs, for the steps before it had ended."""
         t, nodes = self._layout.types[tasks.type], tasks.array
         numbers = np.repeat(np.arange(len(tasks)), tasks.sizes)
         rows = np.concatenate([np.arange(size) for size in tasks.sizes])
@@ -371,7 +367,6 @@ class DeviceCells:
         return flags, emitted
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
-        """Start to read values, after copying absent ones; return (array, values of its rows)."""
         found = []
         pools, slots = self._table.places_of(np.array(values))
         for pool in set(pools.tolist()):
@@ -402,7 +397,6 @@ class DeviceCells:
             self._table.copied(worker, pool, there)
 
     def _write_constants(self, worker: int) -> None:
-        """Write the large constants of graphs that were added since the worker's last tasks."""
         if not self._constants or len(self._workers) > 1:
             return
         of_pools: dict[int, list[tuple[int, np.ndarray]]] = {}

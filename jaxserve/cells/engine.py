@@ -103,7 +103,6 @@ def _policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
 
 
 def _not_scheduled(part: Part, policy: str) -> InvalidGraphError:
-    """Return the error for a graph that the policy leaves although nothing runs."""
     return InvalidGraphError(
         f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
         "left, and nothing else runs; pass a graph that it schedules, or another policy"
@@ -121,11 +120,7 @@ def _then_failed(part: Part, cause: Exception) -> UnfoldError:
 
 @final
 class _Lane:
-    """The submitted and not collected tasks of one worker, in order.
-
-    `num_groups` counts tasks that the policy returned together; `num_submitted` and `num_collected`
-    count handles since the start.
-    """
+    """The submitted and not collected tasks of one worker, in order."""
 
     def __init__(self) -> None:
         self.handles: deque[tuple[CellHandle, bool]] = deque()  # whether it ends its group
@@ -147,11 +142,7 @@ class _Lane:
 
 @final
 class Lanes:
-    """The tasks in flight, and the ids of rows.
-
-    Args:
-      max_in_flight: groups of tasks that may be submitted to a worker and not collected.
-    """
+    """The tasks in flight, at most `max_in_flight` groups for each worker, and the ids of rows."""
 
     def __init__(self, num_workers: int, max_in_flight: int, clock: Clock):
         self._lanes = [_Lane() for _ in range(num_workers)]
@@ -421,8 +412,8 @@ class CellEngine:
     def _has_room(self, part: Part) -> bool:
         """Return whether a part may begin.
 
-        The first graph of a request that may have more graphs leaves room for another one of its
-        size, so that one request can continue when all wait with the values that they keep.
+        The first graph of a request that may have more leaves room for another one of its size, so
+        that one request can continue when all wait with the values that they keep.
         """
         free, num_slots = self._free_slots, part.graph.num_slots
         if part.before is None and part.graph.then is not None:
@@ -431,12 +422,10 @@ class CellEngine:
         return not any(map(operator.gt, num_slots, free))
 
     def _take_slots(self, num_slots: Sequence[int], sign: int) -> None:
-        """Take slots of each pool, or free them with the sign -1."""
         for pool, num in enumerate(num_slots):
             self._free_slots[pool] -= sign * num
 
     def _schedule(self, graph: FlatGraph, first_row: int) -> JaxserveError | None:
-        """Add a graph to the scheduler under the next key; return an error if it is refused."""
         try:
             self._scheduler.add(self._next_key, graph.graph, first_row, self._clock.now())
         except JaxserveError as error:
@@ -471,7 +460,6 @@ class CellEngine:
         return True
 
     def _begin(self, tasks: TaskGroup, now_s: float) -> list[CellAnswer]:
-        """Record the tasks of a call that was submitted; return the requests that begin with it."""
         begun = [part.answer for part in self._rows.begin(tasks.array)]
         for answer in begun:
             answer.begin(now_s)
@@ -596,7 +584,6 @@ class CellEngine:
         self._ended.append(completion)
 
     def _shrink(self, part: Part, kept: Sequence[int]) -> None:
-        """Free the slots of a finished part, except those of some of its values."""
         graph = part.graph
         pools = [graph.pool_of(value, self._layout) for value in kept]
         num_slots = tuple(pools.count(pool) for pool in range(len(graph.num_slots)))

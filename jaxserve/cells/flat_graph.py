@@ -108,7 +108,7 @@ def flatten(
 
 
 def _form_of(graph: Graph) -> Hashable | None:
-    """Return the key of the plan of a tree or of a chain with a form; None for other graphs.
+    """Return the key of the plan of a tree, or of a chain with a form; None for other graphs.
 
     A chain's plan depends on more, unless it `_is_small`.
     """
@@ -126,10 +126,7 @@ def _form_of(graph: Graph) -> Hashable | None:
 
 
 def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | None:
-    """Return the plan of a graph that is one tree.
-
-    None if its cells are unknown or the same, or have large constants.
-    """
+    """Return the plan of one tree; None if its cells are unknown or equal, or constants large."""
     root = graph.nodes[0]
     tree = root.block
     assert isinstance(tree, Tree)
@@ -160,7 +157,6 @@ def _words_of_a_tree(tree: Tree, layout: Layout) -> np.ndarray:
 
 
 def _is_small(chain: Node, layout: Layout) -> bool:
-    """Return whether all constants that differ between the nodes of a chain are small."""
     block, t = chain.block, layout.types[layout.index_of[chain.cell.key]]
     assert isinstance(block, Chain)
     pairs = zip(block.each, t.words, strict=True)
@@ -251,9 +247,9 @@ class _Flattener:
         return row * self._layout.stride + output.index
 
     def _structure(self) -> Hashable | None:
-        """Return the key of the plan, for graphs of chains and few calls.
+        """Return the key of the plan, for graphs of chains and few calls; None otherwise.
 
-        None for graphs with large constants, trees, or values of another graph, and for all others.
+        None, too, for graphs with large constants, trees, or values of another graph.
         """
         nodes = self._graph.nodes
         if len(nodes) > _MAX_CALLS or self._graph.keep or isinstance(nodes[0].block, Tree):

@@ -202,11 +202,7 @@ def _check_reference(what: str, value: Any, num_nodes: int) -> None:
 
 
 def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the indices of nodes, dependencies first.
-
-    Raises:
-      CyclicGraphError, InvalidGraphError
-    """
+    """Return the indices of nodes, dependencies first; raises CyclicGraphError."""
     num_left = [0] * len(inputs)
     successors: list[list[int]] = [[] for _ in inputs]
     for index, given in enumerate(inputs):
@@ -233,10 +229,7 @@ def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> li
 
 
 def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list[int]:
-    """Return the nodes of a cycle, each of which takes an output of the next one.
-
-    `num_left` has, for each node, the predecessors that cannot come before it.
-    """
+    """Return the nodes of a cycle, each of which takes an output of the next one."""
     # Every such node has such a predecessor, so the path returns to a node on it.
     path: dict[int, int] = {}  # node -> its place
     node = next(index for index, num in enumerate(num_left) if num)

@@ -98,12 +98,9 @@ ZEROS, TRASH, WORDS, FIRST_SLOT = 0, 1, 2, 3
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """A value that a graph returns.
+    """A value that a graph returns under `name`, or with `is_steps` the values of all steps.
 
-    Attributes:
-      name: name of the graph's output.
-      member: its number in a list of values; None for a single value.
-      is_steps: whether the values of all steps are wanted, not the last one.
+    `member` is its number in a list of values; None for a single value.
     """
 
     name: str
@@ -177,12 +174,7 @@ class GraphPlan(NamedTuple):
 
 @final
 class PlanBuilder:
-    """Builds the plan of a graph, node by node.
-
-    Args:
-      row_of: the number of each node, or of the last one of its chain or tree.
-      known: values of the previous graph that were kept.
-    """
+    """Builds the plan of a graph, node by node; `known` values of the previous graph were kept."""
 
     def __init__(
         self, layout: Layout, row_of: Mapping[Node, int], known: Mapping[tuple[Node, int], int]
@@ -202,7 +194,6 @@ class PlanBuilder:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The kept values that its nodes take, in the previous graph's numbering."""
         return tuple(self._kept)
 
     def add(self, t: TypeLayout, node: Node) -> None:
@@ -359,10 +350,7 @@ class PlanBuilder:
 
 
 def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedValues) -> GraphPlan:
-    """Return the plan of a graph that is one chain, whose constants are small, or zeros.
-
-    As in `plan_slots`, each carried output stays in one slot.
-    """
+    """Return the plan of one chain with small constants; each carried output stays in one slot."""
     num = chain.num_nodes
     returned = tuple(sorted({value - (num - 1) * layout.stride for value, _ in wanted}))
     # For all lengths: the codes of the first node, of the inner nodes, and of the last one.
@@ -388,10 +376,7 @@ def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedV
 def _ends_of_a_chain(
     layout: Layout, t: TypeLayout, chain: Chain, returned: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the slots of each pool, and the codes of a chain's first, inner and last nodes.
-
-    The last node is also the first of a chain of one node.
-    """
+    """Return the slots of each pool, and the codes of a chain's first, inner and last nodes."""
     carry = chain.carry if chain.num_nodes > 1 else ()
     carried = [output for output in carry if output >= 0]
     num_slots, code_of = _slots(layout, t, dict.fromkeys(sorted({*carried, *returned}), 1))
@@ -411,11 +396,8 @@ def _ends_of_a_chain(
 class TreesOfASize:
     """The shared plan of graphs that are one tree each, of one form and number of leaves.
 
-    The leaves have small constants only. As in `plan_slots`, the outputs of a pair take the slots
-    of its left node.
-
-    Args:
-      outputs: name and number of each output of the root that graphs return.
+    Leaves have small constants only. As in `plan_slots`, outputs of a pair take its left node's
+    slots. `outputs` are the name and number of each output of the root that graphs return.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class SubgraphEntry(NamedTuple):
 
     Attributes:
       head: the first node of the subgraph, which identifies it.
-      type: index of the cell type.
       nodes: int64 [n], those without a predecessor in the subgraph.
       num_before: edges from nodes of other subgraphs.
       waves: the subgraph's waves, if they are known.
@@ -94,10 +93,7 @@ def links_of(
     max_steps: Sequence[int],
     entries: tuple[SubgraphEntry, ...],
 ) -> Links:
-    """Return the links of a graph.
-
-    `inner` has each node's successors in its own subgraph, `outer` the heads of other subgraphs.
-    """
+    """Return the links of a graph; `outer` has the heads of each node's successors elsewhere."""
     inner_ones, outer_ones = _ones(inner), _ones(outer)
     num_before = np.array(num_inner, np.int64)
     ahead, alone = _lines(inner_ones, outer_ones, num_before)

@@ -16,9 +16,7 @@ from jaxserve.core.errors import UnknownInputError
 class ChainForm:
     """What chains share that differ only in their lengths and in the constants of their nodes.
 
-    Attributes:
-      inputs: those of the first node, in the order of the cell's; None for constants.
-      carry: see `Chain`.
+    `inputs` are the first node's, in the cell's order; None for constants.
     """
 
     __slots__ = ("inputs", "carry")
@@ -196,10 +194,7 @@ Result: TypeAlias = "Output | Steps | Sequence[Output]"
 
 
 def label_of(cell: Any, inputs: Any) -> str:
-    """Return the name of a node in errors: its cell, and its place among nodes of the cell.
-
-    `lstm[3]` depends on three other nodes of the cell `lstm`.
-    """
+    """Return a node's name in errors: `lstm[3]` depends on three other nodes of the cell `lstm`."""
     seen: set[int] = set()
     stack = [value.node for value in inputs if isinstance(value, Output)]
     stack += [value for value in inputs if isinstance(value, Node)]

@@ -142,10 +142,7 @@ class _Search:
         )
 
     def _highest_rate(self, settings: list[int], least: float, bar: tqdm) -> float:
-        """Return the highest rate that keeps the bound; 0 if it is below `least`.
-
-        It is at most the throughput of requests that all arrive at the start.
-        """
+        """Return the highest rate that keeps the bound; 0 if it is below `least`."""
         high = len(self._graphs) / self._makespan_s(settings)
         low = max(least, high / 64)
         if low > high or not self._keeps(settings, low):
@@ -165,12 +162,10 @@ class _Search:
         return float(np.quantile(self._latencies(settings, self._arrivals / rate), self._quantile))
 
     def _alone_s(self, settings: list[int]) -> float:
-        """Return the quantile of latencies of requests that never overlap."""
         apart_s = np.arange(len(self._graphs)) * self._bound_s * 1e3
         return float(np.quantile(self._latencies(settings, apart_s), self._quantile))
 
     def _makespan_s(self, settings: list[int]) -> float:
-        """Return the seconds that all requests take if they arrive together."""
         return float(np.max(self._latencies(settings, np.zeros(len(self._graphs)))))
 
     def _latencies(self, settings: list[int], arrivals_s: np.ndarray) -> list[float]:

@@ -166,7 +166,6 @@ class GatedTasks:
         return tuple(held.values()), is_finite, values
 
     def packed(self, leaves: Sequence[Any]) -> Array:
-        """Return the packed weights, which follow the module's leaves in `params`."""
         return pack_gates(self._cell(leaves, dict.fromkeys(self.pools)))
 
     def _cell(self, leaves: Sequence[Any], pools: Mapping[int, Any]) -> GatedCell:
@@ -183,10 +182,7 @@ class GatedTasks:
 def gated_tasks_of(
     t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
 ) -> tuple[GatedTasks, Array] | None:
-    """Return the function that runs a type's tasks in one kernel, and its packed weights.
-
-    None if no kernel can.
-    """
+    """Return the one-kernel function of a type's tasks and its packed weights, if a kernel can."""
     try:
         found = GatedTasks(t, layout, graphdef, tree)
         pools = tuple(
@@ -402,7 +398,6 @@ class _Tasks:
         return (pools[self._done][flag_slot // 2] != 0) & (flag_slot % 2 == 0)
 
     def _step(self, params, inputs, before) -> tuple[list[Array], Array | None, Array]:
-        """Return the outputs, for a loop whether each row has ended, and the flags."""
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs)
         values = [outputs[name] for name in self._type.cell.outputs]
@@ -444,7 +439,6 @@ class _Tasks:
         return tuple(pools)
 
     def _is_fused(self) -> bool:
-        """Return whether the module's kernel gathers rows of pools."""
         return self._takes_rows and target_platform() == "cuda"
 
     def _rows_at(self, pools, task) -> dict[str, RowsAt]:
@@ -460,7 +454,6 @@ class _Tasks:
         return is_served and self._type.words[number] is None
 
     def _gathered(self, pools, task, *, all_inputs: bool = False) -> dict[str, Array]:
-        """Return the inputs that the module takes as arrays, or all."""
         t = self._type
         found: dict[str, Array] = {}
         for number, name in enumerate(t.cell.inputs):

@@ -15,10 +15,7 @@ from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRe
 
 
 class _SubmittedTasks(NamedTuple):
-    """Counts of tasks of one type that were submitted together; records are made when read.
-
-    `index` is the first task's; `num_rows` is each task's nodes with padding.
-    """
+    """Counts of tasks of one type that were submitted together; records are made when read."""
 
     index: int
     type: int

@@ -166,7 +166,6 @@ class SimulatedCells:
         return _Handle(tasks, results, ready_s, self._clock, lambda: self._has_run.update(run))
 
     def _run_task(self, worker: int, task: Task) -> tuple[list[int], list[int]]:
-        """Check a task; return the loops that have ended with it, and the values that it gives."""
         cell = self.layout.types[task.type].cell
         num_rows = len(task.nodes) + task.num_padding
         assert 0 < num_rows <= cell.batch_sizes[-1], f"a task has {num_rows} rows"

@@ -69,8 +69,8 @@ def numbered(tree: NestedTree) -> tuple[Sequence[int] | np.ndarray, TreeShape]:
 def _coded(tree: NestedTree) -> tuple[np.ndarray, bytes] | None:
     """Return the leaves of a tree, and the kinds of all parts, each before its members.
 
-    `marshal` walks the parts without Python's interpreter. None if some are neither int32 numbers
-    nor pairs, or the tree is deeper than `marshal` allows.
+    `marshal` walks the parts without Python's interpreter. None if it cannot: for deep trees, and
+    parts that are neither int32 numbers nor pairs.
     """
     try:
         data = marshal.dumps(tree, 2)

@@ -110,7 +110,6 @@ class ValueTable:
         return pools, self._rows[rows, self._layout.first_output + outputs]
 
     def constant_places(self, graph: FlatGraph, first_row: int) -> list[tuple[int, int]]:
-        """Return (pool, slot) of a graph's large constants, which no worker has yet."""
         found = []
         for pool, code, _ in graph.constants:
             begin = len(_RESERVED) + sum(graph.num_slots[:pool])
@@ -120,10 +119,7 @@ class ValueTable:
         return found
 
     def fill(self, type: int, nodes: np.ndarray, rows: np.ndarray) -> None:
-        """Write to `rows` int32 [n, width] what the nodes of a task read and write.
-
-        Nodes of a loop are those of one step.
-        """
+        """Write to `rows` int32 [n, width] what the nodes of a task read and write."""
         # The mode lets NumPy write to `rows` directly; ids of nodes are in range.
         np.take(self._rows, nodes, axis=0, out=rows, mode="clip")
         if self._layout.types[type].is_loop:

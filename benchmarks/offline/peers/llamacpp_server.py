@@ -11,7 +11,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-# A script finds the module beside it.
+# A script finds the module next to it.
 from answering import timed
 
 PAD = 256  # of the context of a slot, which llama.cpp rounds up to

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 
-# A script finds the module beside it.
+# A script finds the module next to it.
 from answering import timed
 
 

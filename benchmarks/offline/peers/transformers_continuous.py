@@ -29,7 +29,7 @@ def main() -> None:
         max_requests_per_batch=job["batch_size"],
         allow_block_sharing=False,
     )
-    # Past the model's end token, as ours: it may appear, and the answer goes on.
+    # Past the model's end token, like ours: it may appear, and the answer continues.
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=config

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 
-# A script finds the module beside it.
+# A script finds the module next to it.
 from answering import timed
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         job["models"]["safetensors"], dtype=torch.float32
     ).eval()
-    # Past the model's end token, as ours: it may appear, and the answer goes on.
+    # Past the model's end token, like ours: it may appear, and the answer continues.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     _answer(torch, model, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-# A script finds the module beside it.
+# A script finds the module next to it.
 from answering import timed
 
 # Its lookup decoding, with the longest match and the number of proposals of its examples.

@@ -160,7 +160,6 @@ class Searching(nnx.Module):
         length: Int32[Array, "batch beams"],
         logits: Float32[Array, "rows vocab"],
     ) -> dict[str, jax.Array]:
-        """Return the best extensions of hypotheses, at most `num_beams` of each."""
         num = self.num_beams
         largest, next_token = top_k(logits, num)
         gain = largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -210,7 +209,6 @@ def _gathered(given: Batch) -> jax.Array:
 
 
 def _rows_of_parents(state: Batch, parent: Int32[Array, "batch beams"]) -> RowsAt:
-    """Return the state rows [batch * beams, hidden_size] that the hypotheses extend."""
     batch, num_beams = parent.shape
     rows = state if isinstance(state, RowsAt) else RowsAt(state)
     index = jnp.arange(batch, dtype=jnp.int32) if rows.index is None else rows.index

@@ -34,10 +34,8 @@ class Member:
 class Step:
     """Nodes that run together: one task, or one for each iteration of a loop.
 
-    Attributes:
-      nodes: their ids, at most the type's largest batch.
-      num_padding: rows that are computed without a node.
-      keeps_rows: for a loop: whether ended rows are computed until the last one ends.
+    `num_padding` rows are computed without a node. A loop that `keeps_rows` computes ended rows
+    until the last one ends.
     """
 
     type: int
@@ -54,13 +52,10 @@ BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
 
 @final
 class Buckets:
-    """Waiting graphs, by bucket, first come, first served within a bucket.
+    """Waiting graphs, by bucket, first come, first served; a batch has at most `max_graphs`.
 
-    Args:
-      bucket_of: returns a graph's bucket; buckets are ordered.
-      max_graphs: the most graphs of a batch.
-      is_round_robin: whether buckets take turns in their order (thesis, 2.7.1). Otherwise the one
-        whose first graph has waited longest is next.
+    Buckets take turns with `is_round_robin` (thesis, 2.7.1). Otherwise the one whose first graph
+    has waited longest is next.
     """
 
     def __init__(self, bucket_of: BucketOf, max_graphs: int, *, is_round_robin: bool):

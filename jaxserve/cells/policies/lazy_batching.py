@@ -74,12 +74,10 @@ class _Request:
 
     Attributes:
       left_s: seconds that its remaining cells are expected to take, each alone.
-      num_left: for each node, its predecessors that have not been submitted, or have not ended if
-        they are loops.
+      num_left: for each node, its predecessors that have not been submitted, or ended if loops.
       num_running: nodes that have not run.
       ready: the nodes that may run, by type.
       steps_left: for each loop that has begun, the steps that have not been submitted.
-      ended: loops that are known to have ended.
     """
 
     __slots__ = (
@@ -226,7 +224,6 @@ class LazyBatchingScheduler:
         return min(max_steps, self._expected_steps) if self._types[type].is_loop else 1
 
     def _admit(self, worker: int, now_s: float) -> None:
-        """Put waiting requests on top of the stack, while all are expected to keep the target."""
         running, stack = self._running[worker], self._stacks[worker]
         if not self._waiting or len(running) >= self._max_requests:
             return
@@ -248,7 +245,6 @@ class LazyBatchingScheduler:
             self._push(stack, new)
 
     def _push(self, stack: list[_StackedBatch], requests: Sequence[_Request]) -> None:
-        """Put requests on a stack, those with the least depth on top, and merge what can be."""
         groups: dict[int, tuple[int, dict[int, _Request]]] = {}
         for request in requests:
             if (following := request.next) is None:
