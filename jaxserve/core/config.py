@@ -39,48 +39,45 @@ def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The sizes that executables are compiled for.
-
-    Attributes:
-      max_step_tokens: maximum number of tokens of a mixed step (prefill chunks and decode rows).
-      slot_buckets: compiled sizes of the decode window; empty for default sizes.
-      head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
-      masked_head_buckets: sizes of the sampling head with masks, in addition to `head_buckets`.
-      num_proposed: maximum number of tokens that a decode loop proposes in an iteration, of all
-        rows together (with stages, of a micro-batch); 0 for a runtime that does not speculate.
-      drafts: a draft model makes the proposals, equally many for each row; else they are looked up.
-      attention: implementation of paged attention, or several separated by commas; None for the
-        platform's choice.
-      row_kernels: kernels of products and norms that give a row the same bits in any batch, and
-        attention whose bits do not depend on chunks; None for the platform's choice.
-      incoming_pages: maximum number of pages that one plan copies from the host while sequences
-        run; None for a share of the pool.
-      kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
-      has_encoder: the model is an encoder-decoder: the encoder computes a prompt in one step, and
-        it fills whole pages.
-      has_slot_state: the model keeps a state of each sequence in its slot, with or without pages.
-        Pages alone do not continue a sequence then, so none are kept or shared.
-    """
+    """The sizes that executables are compiled for."""
 
     page_size: int = 32  # tokens per page
     num_pages: int  # pages of the pool, including the null page (page 0)
     max_slots: int = 32  # maximum number of sequences that run at once
     max_context: int = 2048  # maximum number of tokens of a sequence, prompt and output together
+    # Maximum number of tokens of a mixed step (prefill chunks and decode rows).
     max_step_tokens: int = 512
     max_decode_iterations: int = 8  # maximum number of iterations of an on-device decode loop
+    # Maximum number of tokens that a decode loop proposes in an iteration, of all rows together
+    # (with stages, of a micro-batch); 0 for a runtime that does not speculate.
     num_proposed: int = 0
+    # A draft model makes the proposals, equally many for each row; else they are looked up.
     drafts: bool = False
     token_buckets: tuple[int, ...] = ()  # compiled sizes of a mixed step; empty for default sizes
+    # Compiled sizes of the decode window; empty for default sizes.
     slot_buckets: tuple[int, ...] = ()
+    # Compiled sizes of the sampling head of a mixed step; empty for default sizes.
     head_buckets: tuple[int, ...] = ()
+    # Sizes of the sampling head with masks, in addition to `head_buckets`.
     masked_head_buckets: tuple[int, ...] = ()
+    # Implementation of paged attention, or several separated by commas; None for the platform's
+    # choice.
     attention: str | None = None
+    # Kernels of products and norms that give a row the same bits in any batch, and attention whose
+    # bits do not depend on chunks; None for the platform's choice.
     row_kernels: str | None = None
     num_host_pages: int = 0  # pages of host memory for KV that leaves the device
+    # Dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
     kv_dtype: str | None = None
     restore: str = "on_admission"  # when pages are copied back from the host, see `RuntimeOptions`
+    # Maximum number of pages that one plan copies from the host while sequences run; None for a
+    # share of the pool.
     incoming_pages: int | None = None
+    # The model is an encoder-decoder: the encoder computes a prompt in one step, and it fills whole
+    # pages.
     has_encoder: bool = False
+    # The model keeps a state of each sequence in its slot, with or without pages. Pages alone do
+    # not continue a sequence then, so none are kept or shared.
     has_slot_state: bool = False
     max_adapters: int = 0  # maximum number of adapters; 0 for steps without adapters
 

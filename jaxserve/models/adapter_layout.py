@@ -35,12 +35,9 @@ _PARTS = 8
 @final
 @dataclass(frozen=True)
 class AdapterValues:
-    """One adapter in the layout of a model.
+    """One adapter in the layout of a model."""
 
-    Attributes:
-      arrays: by path, without the axis of adapters; zeros where the adapter changes nothing.
-    """
-
+    # By path, without the axis of adapters; zeros where the adapter changes nothing.
     arrays: dict[Path, np.ndarray]
     identity: bytes  # hash of the arrays
 

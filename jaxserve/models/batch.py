@@ -36,29 +36,26 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
 )
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Positions, KV destinations and rows of a flat ragged batch.
-
-    Attributes:
-      page, offset: where each token's KV is written; page 0 for padding. None for a batch of cross
-        attention, which writes nothing.
-      implementation: the implementation of attention, and of the write if one has this name; None
-        for the platform's choice.
-      adapter: the adapter of each token, -1 for none; None if no token has one.
-      cross_rows: which of the encoder's keys each token sees; None for models without an encoder.
-      distance_bias: of `paged_attention`, for all layers; None for models without one.
-      slot: the slot of each row, which has its states; None for models without recurrent layers.
-    """
+    """Positions, KV destinations and rows of a flat ragged batch."""
 
     positions: Int32[Array, " tokens"]  # the place of each token in its sequence
+    # page, offset: where each token's KV is written; page 0 for padding. None for a batch of cross
+    # attention, which writes nothing.
     page: Int32[Array, " tokens"] | None
     offset: Int32[Array, " tokens"] | None
     rows: Rows  # which keys each token sees; `models.attention` makes them
     max_query_length: int | None  # static; 1 for a pure decode batch, None otherwise
     plan: Plan | None = None  # the plan of the rows, for kernels that use one
+    # The implementation of attention, and of the write if one has this name; None for the
+    # platform's choice.
     implementation: Any = None
+    # The adapter of each token, -1 for none; None if no token has one.
     adapter: Int32[Array, " tokens"] | None = None
+    # Which of the encoder's keys each token sees; None for models without an encoder.
     cross_rows: Rows | None = None
+    # Of `paged_attention`, for all layers; None for models without one.
     distance_bias: Float32[Array, "q_heads distances"] | None = None
+    # The slot of each row, which has its states; None for models without recurrent layers.
     slot: Int32[Array, " rows"] | None = None
 
 
@@ -70,18 +67,16 @@ class KVCache:
 
     The cache is one buffer with all layers, or one buffer a layer. The platform decides which when
     the cache is created. Layers are numbered among those of their kind.
-
-    Attributes:
-      k_pages, v_pages: `layers` are those in the buffer.
-      k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`); empty for
-        other pages.
-      states: the states of recurrent layers, [layers, slots, ...] each; empty without such layers.
     """
 
+    # k_pages, v_pages: `layers` are those in the buffer.
     k_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
     v_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
+    # k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`); empty for
+    # other pages.
     k_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
     v_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
+    # The states of recurrent layers, [layers, slots, ...] each; empty without such layers.
     states: tuple[State, ...] = ()
 
     @property

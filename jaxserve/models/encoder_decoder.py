@@ -78,13 +78,10 @@ _QUERIES_A_BLOCK = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EncoderBatch:
-    """Whole prompts, one after another, with padding in `tokens`.
-
-    Attributes:
-      prompt: the prompt that each token belongs to; padding has a number of its own.
-    """
+    """Whole prompts, one after another, with padding in `tokens`."""
 
     tokens: Int32[Array, " tokens"]
+    # The prompt that each token belongs to; padding has a number of its own.
     prompt: Int32[Array, " tokens"]
     positions: Int32[Array, " tokens"]  # the place of each token in its prompt
 

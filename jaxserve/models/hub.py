@@ -45,14 +45,11 @@ _BAR_AFTER_S = 2.0
 @final
 @dataclass(frozen=True)
 class HubModel:
-    """A repository of the Hub, or one GGUF file of it.
-
-    Attributes:
-      file: a GGUF file's name, or the end of it, such as "Q4_K_M"; None for a model folder.
-    """
+    """A repository of the Hub, or one GGUF file of it."""
 
     repo: str  # such as "Qwen/Qwen3-0.6B"
     revision: str | None = None  # a branch, tag or commit; None for the default branch
+    # A GGUF file's name, or the end of it, such as "Q4_K_M"; None for a model folder.
     file: str | None = None
 
     @classmethod

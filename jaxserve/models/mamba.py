@@ -32,21 +32,18 @@ from jaxserve.models.weights import Weight
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Sizes:
-    """The sizes of a Mamba-2 layer; see `Recurrence`.
+    """The sizes of a Mamba-2 layer; see `Recurrence`."""
 
-    Attributes:
-      num_heads, head_dim: of the memory; their product is the layer's inner width.
-      has_bias, has_conv_bias: whether the projections, and the convolution, have biases.
-      min_step, max_step: bounds of the step.
-    """
-
+    # num_heads, head_dim: of the memory; their product is the layer's inner width.
     num_heads: int
     head_dim: int
     state_size: int  # columns of a head's memory
     num_groups: int  # heads of a group share B and C, and the norm of the outputs is over a group
     kernel_size: int  # inputs that the convolution sees
+    # has_bias, has_conv_bias: whether the projections, and the convolution, have biases.
     has_bias: bool = False
     has_conv_bias: bool = True
+    # min_step, max_step: bounds of the step.
     min_step: float = 0.0
     max_step: float = float("inf")
 

@@ -103,18 +103,15 @@ _PANELS = {"bf16": "bfloat16"}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """The formats of a model's weights.
-
-    Attributes:
-      panels: dtype of the panels in which dense weights in float32 are stored (`PanelledWeight`);
-        None leaves them unchanged.
-    """
+    """The formats of a model's weights."""
 
     name: str  # of the formats, for the cache of converted models
     layers: WeightFormat | None  # of the weights of the layers; None leaves them unchanged
     embeddings: WeightFormat | None  # of the embedding and of the head; None leaves them unchanged
     keeps_blocks: bool  # whether weights stay in the checkpoint's form
     rounds_activations: Rounding | None  # see `WeightFormat`
+    # Dtype of the panels in which dense weights in float32 are stored (`PanelledWeight`); None
+    # leaves them unchanged.
     panels: str | None = None
 
     @property

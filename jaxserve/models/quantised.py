@@ -31,18 +31,15 @@ from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """The storage of a weight's numbers, and the computation of products with them.
-
-    Attributes:
-      group: with 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column
-        has one float32 scale, and `group` is that of rounded activations.
-      rounds_activations: whether a product rounds activations to int8, with a scale for each group
-        of a token, as the kernel for CPUs does, or for each token. None: they keep their dtype.
-    """
+    """The storage of a weight's numbers, and the computation of products with them."""
 
     bits: int  # 8 or 4
+    # With 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column has one
+    # float32 scale, and `group` is that of rounded activations.
     group: int
     has_minima: bool = False  # whether each group has a minimum too; symmetric otherwise
+    # Whether a product rounds activations to int8, with a scale for each group of a token, as the
+    # kernel for CPUs does, or for each token. None: they keep their dtype.
     rounds_activations: Rounding | None = None
     is_float: bool = False  # whether numbers are float8_e4m3fn; then activations are not rounded
 

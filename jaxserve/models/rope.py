@@ -81,14 +81,11 @@ class RopeScaling:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding.
-
-    Attributes:
-      dim: number of rotated dimensions of a head, from the first one on; None for all.
-    """
+    """A rotary embedding."""
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    # Number of rotated dimensions of a head, from the first one on; None for all.
     dim: int | None = None
 
     @classmethod

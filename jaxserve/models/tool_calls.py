@@ -32,19 +32,16 @@ _INSTRUCTION = (
 @final
 @dataclass(frozen=True)
 class ToolFormat:
-    """The notation in which a family writes calls.
+    """The notation in which a family writes calls."""
 
-    Attributes:
-      begin, end: around the JSON; empty for none. A begin that the tokenizer has as one token is
-        that token.
-      in_template: whether the chat template writes the tools; otherwise `with_instruction` does.
-    """
-
+    # begin, end: around the JSON; empty for none. A begin that the tokenizer has as one token is
+    # that token.
     begin: str
     end: str
     is_list: bool  # whether the JSON is a list of calls; otherwise it is one call
     separator: str | None  # between two calls, or two lists of them; None if there is at most one
     arguments: str = "arguments"  # the key of the arguments
+    # Whether the chat template writes the tools; otherwise `with_instruction` does.
     in_template: bool = True
 
 

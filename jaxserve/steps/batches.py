@@ -25,15 +25,12 @@ Params = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWindow:
-    """The slots that a decode loop runs over, and how often.
-
-    Attributes:
-      num_iterations: an upper bound; the loop ends earlier when all slots have ended.
-      most: upper bound of new tokens of each slot from `start` on; 0 leaves the slot unchanged.
-    """
+    """The slots that a decode loop runs over, and how often."""
 
     start: Int32[Array, ""]
+    # An upper bound; the loop ends earlier when all slots have ended.
     num_iterations: Int32[Array, ""]
+    # Upper bound of new tokens of each slot from `start` on; 0 leaves the slot unchanged.
     most: Int32[Array, " rows"]
     verify_cost: Float32[Array, ""]  # see `StepPlan`
 
@@ -56,13 +53,10 @@ class MixedBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChoosingRows:
-    """Slots that choose tokens in a mixed step, some of them after several of its rows.
-
-    Attributes:
-      first: the row after which the slot's first token is chosen; its other rows follow it.
-    """
+    """Slots that choose tokens in a mixed step, some of them after several of its rows."""
 
     slot: Int32[Array, " rows"]  # the number of slots for padding
+    # The row after which the slot's first token is chosen; its other rows follow it.
     first: Int32[Array, " rows"]
     num_proposed: Int32[Array, " rows"]  # the slot's newest tokens, if they are proposals
 

@@ -37,16 +37,13 @@ from pallas_kernels.paged_attention import Plan
 
 
 class Block(NamedTuple):
-    """The tokens of an iteration, row after row: the newest one, then its proposals.
+    """The tokens of an iteration, row after row: the newest one, then its proposals."""
 
-    Attributes:
-      row, place: of each token; `place` counts from the row's newest token.
-      start, length: where the tokens of each row are; length 0 for an inert row.
-    """
-
+    # row, place: of each token; `place` counts from the row's newest token.
     row: Int32[Array, " tokens"]
     place: Int32[Array, " tokens"]
     valid: Bool[Array, " tokens"]  # False for padding
+    # start, length: where the tokens of each row are; length 0 for an inert row.
     start: Int32[Array, " rows"]
     length: Int32[Array, " rows"]
 
@@ -142,16 +139,13 @@ def attention_of(
 
 
 class Choice(NamedTuple):
-    """The tokens that an iteration has chosen so far.
-
-    Attributes:
-      hits, misses: proposals that equal the chosen token, and those that do not.
-    """
+    """The tokens that an iteration has chosen so far."""
 
     place: Int32[Array, ""]  # counts from the newest token of each row
     slots: SlotState
     outputs: Outputs
     goes_on: Bool[Array, " rows"]  # rows in which the token at this place counts
+    # hits, misses: proposals that equal the chosen token, and those that do not.
     hits: Int32[Array, " rows"]
     misses: Int32[Array, " rows"]
 

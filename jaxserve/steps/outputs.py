@@ -21,23 +21,19 @@ from jaxserve.steps.sampling.variants import Variant
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a step.
-
-    Attributes:
-      logprobs: None except in the FULL variant, like the three below.
-      remaining: a probe's logits where a row's last token was sampled; None without a probe.
-      proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops that
-        speculate.
-    """
+    """The outputs of a step."""
 
     tokens: Int32[Array, "rows most"]
     num_tokens: Int32[Array, " rows"]  # the number of tokens of a row that are valid
     finite: Bool[Array, " rows"]  # False where the model's logits were not
+    # None except in the FULL variant, like the three below.
     logprobs: Float32[Array, "rows most"] | None = None
     processed_logprobs: Float32[Array, "rows most"] | None = None
     top_ids: Int32[Array, "rows most top"] | None = None
     top_logprobs: Float32[Array, "rows most top"] | None = None
+    # A probe's logits where a row's last token was sampled; None without a probe.
     remaining: Float32[Array, "rows buckets"] | None = None
+    # Counts of `scheduling.plan.ProposalCount`; None except in decode loops that speculate.
     proposals: Int32[Array, "rows counts"] | None = None
 
 

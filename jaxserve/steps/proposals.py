@@ -39,12 +39,9 @@ _LEAST_GAIN = 1.04
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lookup:
-    """The index of each slot's own tokens, and how often proposals were right.
+    """The index of each slot's own tokens, and how often proposals were right."""
 
-    Attributes:
-      index: hash of some tokens -> position that followed them last; 0 for none.
-    """
-
+    # Hash of some tokens -> position that followed them last; 0 for none.
     index: Int32[Array, "slots entries"]
     rates: Float32[Array, "slots sources 2"]  # hits and misses of each source, weighted by age
 
@@ -94,15 +91,12 @@ class Lookup:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answers:
-    """The newest finished answers, one after another in a ring.
-
-    Attributes:
-      rates: hits and misses of each source in all slots, weighted by age.
-    """
+    """The newest finished answers, one after another in a ring."""
 
     tokens: Int32[Array, " tokens"]  # -1 after each answer
     index: Int32[Array, " entries"]  # hash of some tokens -> place that followed them; 0 for none
     end: Int32[Array, ""]  # where the next answer goes
+    # Hits and misses of each source in all slots, weighted by age.
     rates: Float32[Array, "sources 2"]
 
     @classmethod

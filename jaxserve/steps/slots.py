@@ -36,13 +36,6 @@ class SlotState:
     The token at position p of a slot is `tokens[slot, p]`, prompt and output alike: a prefill
     chunk and the newest sampled token are looked up in the same way, so the host plans
     a step without the values of the tokens that the step consumes.
-
-    Attributes:
-      encoded: tokens of the prompt that the encoder reads, without padding; None for a model
-        without an encoder.
-      adapter: adapter of the sequence, -1 for none; None for a model without adapters.
-      lookup: index of proposals in each slot; None in a runtime that does not speculate.
-      answers: index of proposals for all slots; None likewise.
     """
 
     tokens: Int32[Array, "slots max_context"]
@@ -51,9 +44,14 @@ class SlotState:
     done: Bool[Array, " slots"]  # inert: writes to the null page and delivers nothing
     page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
+    # Tokens of the prompt that the encoder reads, without padding; None for a model without an
+    # encoder.
     encoded: Int32[Array, " slots"] | None = None
+    # Adapter of the sequence, -1 for none; None for a model without adapters.
     adapter: Int32[Array, " slots"] | None = None
+    # Index of proposals in each slot; None in a runtime that does not speculate.
     lookup: Lookup | None = None
+    # Index of proposals for all slots; None likewise.
     answers: Answers | None = None
 
 
@@ -89,13 +87,10 @@ def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotEdits:
-    """Slots that end, and entries of page tables.
-
-    Attributes:
-      page_updates: slot (the number of slots skips one), index in its page table, page.
-    """
+    """Slots that end, and entries of page tables."""
 
     released: Bool[Array, " slots"]
+    # Slot (the number of slots skips one), index in its page table, page.
     page_updates: Int32[Array, "page_updates 3"]
 
 
@@ -103,15 +98,12 @@ class SlotEdits:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Admitted:
-    """What slots begin with, except their tokens, which are concatenated in one array.
-
-    Attributes:
-      start: where the tokens of each begin in the array, rising; past its end to skip.
-      length, max_length, sampling, encoded, adapter: see `SlotState`.
-    """
+    """What slots begin with, except their tokens, which are concatenated in one array."""
 
     index: Int32[Array, " admissions"]  # slots; the number of slots skips one
+    # Where the tokens of each begin in the array, rising; past its end to skip.
     start: Int32[Array, " admissions"]
+    # length, max_length, sampling, encoded, adapter: see `SlotState`.
     length: Int32[Array, " admissions"]
     max_length: Int32[Array, " admissions"]
     sampling: SlotSampling

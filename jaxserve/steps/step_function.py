@@ -382,14 +382,12 @@ class OneBuffer:
     """A pytree whose arrays are concatenated in one buffer, so that a call makes one transfer.
 
     Only the values are traced.
-
-    Attributes:
-      words: bits of the arrays, in the order of the leaves; a bool takes a word.
-      layout: shape and dtype of each leaf.
     """
 
+    # Bits of the arrays, in the order of the leaves; a bool takes a word.
     words: Int32[Array, " words"]
     structure: Any = field(metadata={"static": True})  # of the tree
+    # Shape and dtype of each leaf.
     layout: tuple[tuple[tuple[int, ...], str], ...] = field(metadata={"static": True})
 
     @classmethod

@@ -44,12 +44,7 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(DecoderConfig):
-    """Black et al., arXiv:2204.06745.
-
-    Attributes:
-      parallel_residual: a layer is x + attention(norm(x)) + mlp(norm(x)), with a norm each; else
-        the MLP follows the attention.
-    """
+    """Black et al., arXiv:2204.06745."""
 
     activation: str = "gelu"
     norm_eps: float = 1e-5
@@ -57,6 +52,8 @@ class GPTNeoXConfig(DecoderConfig):
     o_bias: bool = True
     mlp_bias: bool = True
     rope: Rope | None = Rope()
+    # A layer is x + attention(norm(x)) + mlp(norm(x)), with a norm each; else the MLP follows the
+    # attention.
     parallel_residual: bool = True
 
     @classmethod

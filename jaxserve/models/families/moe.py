@@ -37,14 +37,11 @@ from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_ten
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DecoderConfig):
-    """A configuration with a mixture of experts instead of each MLP.
-
-    Attributes:
-      normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
-    """
+    """A configuration with a mixture of experts instead of each MLP."""
 
     num_experts: int  # the number of experts in a layer
     experts_per_token: int  # the number of experts that each token goes to
+    # Whether the gates of a token's experts are scaled to a sum of one.
     normalises_gates: bool = True
 
 

@@ -43,14 +43,7 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class OPTConfig(DecoderConfig):
-    """Zhang et al., arXiv:2205.01068.
-
-    Attributes:
-      norm_first: whether norms come before attention and MLP, and one after the last layer; true
-        except in the 350M model.
-      embedding_size: the width of token embeddings, which are projected if it is not
-        hidden_size (350M).
-    """
+    """Zhang et al., arXiv:2205.01068."""
 
     activation: str = "relu"
     norm_eps: float = 1e-5
@@ -58,7 +51,10 @@ class OPTConfig(DecoderConfig):
     qkv_bias: bool = True
     o_bias: bool = True
     mlp_bias: bool = True
+    # Whether norms come before attention and MLP, and one after the last layer; true except in the
+    # 350M model.
     norm_first: bool = True
+    # The width of token embeddings, which are projected if it is not hidden_size (350M).
     embedding_size: int
 
     @property

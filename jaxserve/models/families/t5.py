@@ -68,13 +68,7 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class T5Config(DecoderConfig):
-    """Raffel et al., arXiv:1910.10683; `num_layers` are those of the decoder.
-
-    Attributes:
-      num_buckets, max_distance: of relative positions, see `encoder_decoder.causal_biases`.
-      scales_logits: whether the input of the logits is divided by sqrt(hidden_size), as in version
-        1.0.
-    """
+    """Raffel et al., arXiv:1910.10683; `num_layers` are those of the decoder."""
 
     activation: str = "relu"
     tie_word_embeddings: bool = True
@@ -82,9 +76,11 @@ class T5Config(DecoderConfig):
     max_position_embeddings: int = _MAX_POSITIONS
     decoder_start_token_id: int | None = 0
     num_encoder_layers: int  # layers of the encoder
+    # num_buckets, max_distance: of relative positions, see `encoder_decoder.causal_biases`.
     num_buckets: int = 32
     max_distance: int = 128
     is_gated: bool = False  # whether the MLP has a gate, as from version 1.1 on
+    # Whether the input of the logits is divided by sqrt(hidden_size), as in version 1.0.
     scales_logits: bool = True
     usual_length: int = 512  # tokens of a prompt, and of an answer, that the model was trained with
 

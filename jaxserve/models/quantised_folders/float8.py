@@ -28,12 +28,9 @@ SPARE = ("input_scale", "input_zero_point", "input_global_scale", "activation_sc
 @final
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """The `Method` of float8 folders.
+    """The `Method` of float8 folders."""
 
-    Attributes:
-      block: outputs and inputs that share a scale; None for scales of outputs, or one for all.
-    """
-
+    # Outputs and inputs that share a scale; None for scales of outputs, or one for all.
     block: Block | None
     divides: bool = False  # whether numbers are divided by their scale
 

@@ -19,12 +19,6 @@ class Matrix:
     """A weight [out, in] whose number at [n, k] is `scales[n, g] * (codes[n, k] - zeros[n, g])`.
 
     g is the group of input k: k // group, or `groups[k]`.
-
-    Attributes:
-      scales: reads [out, in // group], of float8 rounded up, in float16, bfloat16 or float32.
-      zeros: reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
-      groups: reads the group of each input, [in]; None if it is k // group.
-      is_float: whether a code is a float8_e4m3fn number; there are no zero points then.
     """
 
     shape: tuple[int, int]
@@ -32,9 +26,13 @@ class Matrix:
     group: int  # number of inputs that share a scale; `in` for one scale a row
     tensors: tuple[str, ...]  # names of the tensors that it is made of
     codes: Callable[[], UInt8[np.ndarray, "out in"]]  # reads [out, in]
+    # Reads [out, in // group], of float8 rounded up, in float16, bfloat16 or float32.
     scales: Callable[[], Float[np.ndarray, "out groups"]]
+    # Reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
     zeros: Callable[[], Int[np.ndarray, "out groups"]] | None = None
+    # Reads the group of each input, [in]; None if it is k // group.
     groups: Callable[[], Int32[np.ndarray, " in"]] | None = None
+    # Whether a code is a float8_e4m3fn number; there are no zero points then.
     is_float: bool = False
 
     @property

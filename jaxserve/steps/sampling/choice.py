@@ -60,14 +60,11 @@ _INFINITY_BITS = 0x7F800000
 @final
 @dataclass(frozen=True)
 class RandomChoice:
-    """The distributions that rows draw from, and which tokens are still in them.
-
-    Attributes:
-      least: the least likelihood that can be drawn; None for no such bound.
-    """
+    """The distributions that rows draw from, and which tokens are still in them."""
 
     gap: Float32[Array, "rows vocab"]  # infinity for tokens that cannot be drawn
     limit: Float32[Array, " rows"]  # the largest gap that can be drawn
+    # The least likelihood that can be drawn; None for no such bound.
     least: Float32[Array, " rows"] | None = None
 
     def limited(self, limit: Float32[Array, " rows"]) -> RandomChoice:

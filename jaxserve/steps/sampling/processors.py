@@ -27,16 +27,13 @@ Arrays = Mapping[str, Shaped[Array, "rows ..."]]
 @final
 @dataclass(frozen=True)
 class RowArray:
-    """The type of an array that has one entry a row.
-
-    Attributes:
-      has_vocab_bits: an entry of `step_arrays` has a bit per token of the vocabulary, packed into
-        elements; `shape` is then ().
-    """
+    """The type of an array that has one entry a row."""
 
     dtype: npt.DTypeLike
     neutral: float  # the value that changes nothing, in every element
     shape: tuple[int, ...] = ()  # of one entry; () for a number a row
+    # An entry of `step_arrays` has a bit per token of the vocabulary, packed into elements; `shape`
+    # is then ().
     has_vocab_bits: bool = False
 
     def full(self, num_rows: int, vocab_size: int = 0) -> Shaped[np.ndarray, "{num_rows} ..."]:
@@ -51,19 +48,16 @@ class RowArray:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What a processor may read of the rows in addition to its own arrays.
+    """What a processor may read of the rows in addition to its own arrays."""
 
-    Attributes:
-      tokens: prompt and output so far of every slot; read a part of it with `tokens_from`, since
-        the whole is as wide as the longest possible context.
-      first: the first position that counts as the row's text: the decoder's, after the prompt of an
-        encoder; None to count all.
-    """
-
+    # Prompt and output so far of every slot; read a part of it with `tokens_from`, since the whole
+    # is as wide as the longest possible context.
     tokens: Int32[Array, "slots max_context"]
     slot: Int32[Array, " rows"]
     length: Int32[Array, " rows"]  # valid tokens, which is the position of the token to choose
     prompt_length: Int32[Array, " rows"]  # tokens of the prompt alone
+    # The first position that counts as the row's text: the decoder's, after the prompt of an
+    # encoder; None to count all.
     first: Int32[Array, " rows"] | None = None
 
     def tokens_from(self, start: Int32[Array, ""], count: int) -> Int32[Array, "rows {count}"]:
@@ -78,16 +72,13 @@ class Processor(abc.ABC):
     A processor has no state: everything that differs between requests is in its arrays. A row
     that does not need a processor has neutral entries there, and the processor must then leave the
     row exactly unchanged, since it runs for all rows of a step in which one row needs it.
-
-    Attributes:
-      slot_arrays: arrays that stay with a slot while it serves a request.
-      step_arrays: arrays that come with a step instead, such as masks of allowed tokens. A step
-        that brings none leaves the processor out. A `LogitsProcessor` with such arrays runs in
-        every variant.
     """
 
     name: str  # unique among the processors
+    # Arrays that stay with a slot while it serves a request.
     slot_arrays: Mapping[str, RowArray] = {}
+    # Arrays that come with a step instead, such as masks of allowed tokens. A step that brings none
+    # leaves the processor out. A `LogitsProcessor` with such arrays runs in every variant.
     step_arrays: Mapping[str, RowArray] = {}
 
     @abc.abstractmethod

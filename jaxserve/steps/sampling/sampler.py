@@ -32,17 +32,14 @@ from pallas_kernels import row_maximum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotSampling:
-    """Sampling parameters of slots.
+    """Sampling parameters of slots."""
 
-    Attributes:
-      is_random: whether the slot draws its tokens; otherwise it takes the likeliest.
-      processors: name of a processor -> its `slot_arrays`.
-    """
-
+    # Whether the slot draws its tokens; otherwise it takes the likeliest.
     is_random: Bool[Array, " slots"]
     seed: UInt32[Array, " slots"]  # of the slot's random numbers
     prompt_length: Int32[Array, " slots"]
     stop_ids: Int32[Array, "slots stop_ids"]  # tokens that end the slot, padded with -1
+    # Name of a processor -> its `slot_arrays`.
     processors: dict[str, dict[str, Shaped[Array, "slots ..."]]]
 
 
@@ -110,19 +107,17 @@ class Sampled:
 
     A row is not finite if its logits hold a NaN, +inf or nothing but -inf, or if no token is
     left to choose from; such a row's other fields are zeros.
-
-    Attributes:
-      logprob: None except in the FULL variant, like the three below.
-      processed_logprob: the log-probability in the distribution that random rows draw from, after
-        all processors. For greedy rows, after those that change logits.
-      top_logprobs: -inf past the end of a smaller vocabulary.
     """
 
     token: Int32[Array, " rows"]
     finite: Bool[Array, " rows"]
+    # None except in the FULL variant, like the three below.
     logprob: Float32[Array, " rows"] | None = None
+    # The log-probability in the distribution that random rows draw from, after all processors. For
+    # greedy rows, after those that change logits.
     processed_logprob: Float32[Array, " rows"] | None = None
     top_ids: Int32[Array, "rows top"] | None = None  # the likeliest tokens
+    # -inf past the end of a smaller vocabulary.
     top_logprobs: Float32[Array, "rows top"] | None = None
 
 
