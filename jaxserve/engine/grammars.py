@@ -160,7 +160,7 @@ class Grammars:
         """Begin to compute masks on other threads, one for each row, in the order of the matchers.
 
         A matcher has one row, and one more after each token that it has proposed. If llguidance
-        raises, the matchers concerned have an `error` afterwards, and all others their masks. No
+        raises, the matchers concerned have an `error` afterwards, and the rest their masks. No
         matcher may be used before the masks are complete.
         """
         return TokenMasks.begin(rows, lambda: self._masks(matchers), self._masking)
@@ -306,10 +306,9 @@ def read_vocabulary(
 ) -> Any:
     """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
 
-    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself; tokens of others
-    are decoded one by one. A model without an end token gets one after the vocabulary, which it
-    cannot choose. `vocab_size` is that of the model, whose embedding may have more rows than there
-    are tokens.
+    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself; tokens of other
+    ones are decoded one by one. A model without an end token gets one after the vocabulary, which
+    it cannot choose. The model's `vocab_size` may exceed the number of tokens.
 
     Raises:
       InvalidGrammarError: the tokenizer has more tokens than the model.

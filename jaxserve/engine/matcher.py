@@ -56,9 +56,8 @@ class Matcher:
     def propose(self, tokens: Sequence[int], most: int, *, forces: bool) -> tuple[int, ...]:
         """Return the leading tokens that the grammar allows next, at most `most`.
 
-        Tokens that are forced after one of them follow it, or it is left out. A token that
-        completes the answer is left out, too. If it `forces`, forced tokens become output without a
-        choice.
+        Forced tokens follow the token before them, if it `forces`; they become output without a
+        choice. A token is left out if these do not fit, or if it completes the answer.
         """
         found: list[int] = []
         forced_at: dict[int, int] = {}

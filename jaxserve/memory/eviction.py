@@ -36,8 +36,7 @@ _Entry: TypeAlias = tuple[tuple[float, int], int, CachedPage, int, _Unit, int]
 class RecomputeCost:
     """Cost(l) of recomputing a page after a context of l tokens (thesis, eq. 3.5 and 3.6).
 
-    It is linear between and beyond `points`, at least two (context, seconds) at increasing powers
-    of two.
+    It is linear between and beyond two or more `points` (context, seconds), rising powers of two.
     """
 
     points: tuple[tuple[int, float], ...]

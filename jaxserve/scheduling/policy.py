@@ -76,7 +76,7 @@ class AdmissionPolicy(Protocol):
     def extends(self) -> bool:
         """Whether a sequence that outgrows its reservation may take more pages.
 
-        If not, it is preempted, and its next reservation is computed anew.
+        If not, it is preempted, and its next reservation is computed again.
         """
         ...
 
@@ -85,8 +85,8 @@ class Order(Protocol):
     """Which sequence goes first.
 
     Attributes:
-      heeds_bounds: requests with a latency bound of their own go before others, so that a plan may
-        reserve slots for them.
+      heeds_bounds: requests with a latency bound of their own go before the rest, so that a plan
+        may reserve slots for them.
       heeds_priority: `Request.priority` has an effect.
     """
 
@@ -123,10 +123,7 @@ class Preemption(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its KV is swapped out, if the host has room and that costs less than recomputing.
-
-        Otherwise it is recomputed.
-        """
+        """Whether its KV is swapped out, not recomputed, if there is room and that costs less."""
         ...
 
 
@@ -208,7 +205,7 @@ class StepBuilder(Protocol):
     def expected_arrivals(self) -> tuple[float, float] | None:
         """Return the expected requests a second, and the seconds of a decode iteration.
 
-        None if no request arrives during the steps of others, or no step was timed.
+        None if no request arrives during other requests' steps, or no step was timed.
         """
         ...
 

@@ -27,7 +27,7 @@ _TOGETHER_S = 0.01
 
 @final
 class Arrivals:
-    """The rate of requests that arrive while others run or wait.
+    """The rate of requests that arrive while other requests run or wait.
 
     Only those wait for what the device is doing. Requests that arrive together count once, so that
     a batch is one arrival; requests that are each sent when the last was answered do not count.

@@ -38,7 +38,7 @@ def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int
 
 
 def _before_arrivals(step: StepBuilder) -> int:
-    """Return the iterations of a loop while requests arrive during the steps of others.
+    """Return the iterations of a loop while requests arrive during other requests' steps.
 
     A loop of N iterations of t seconds delays each of its B sequences by its start, s / N an
     iteration. It delays arriving ones, r a second, by 1.5 N t, so 1.5 r N t^2 an iteration. The sum

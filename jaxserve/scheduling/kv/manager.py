@@ -351,7 +351,7 @@ class KVManager:
             self._prefixes.prefetch(waiting)
 
     def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
-        """Return the next plan's copies, out and (also for `admitted` sequences) in."""
+        """Return the next plan's copies: (device page, host page), and (host page, device page)."""
         out = self._swap_space.copies_out()
         out += self._cache.copies_out(free_share=self._free_share)
         back = self._swap_space.copies_in(admitted)

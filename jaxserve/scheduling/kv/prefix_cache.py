@@ -111,8 +111,7 @@ class PrefixCacheManager:
         return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
-        """Bring pages of waiting sequences, in order, from the host with the otherwise complete
-        next plan.
+        """Bring pages of waiting sequences, in order, with the next, otherwise complete plan.
 
         The conversations of these sequences are active, so their pages are worth more than any
         other. Of a prompt with more than `MAX_LOOKED_AT` pages, one plan considers that many, so

@@ -17,7 +17,7 @@ MAX_LOOKED_AT = 512
 @final
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """The last lookup of a waiting sequence's pages: of `num_keys`, others owned `num_pages`.
+    """The last lookup of a sequence's pages: of `num_keys`, other sequences owned `num_pages`.
 
     `num_gained` is that of `PagePool` at the time.
     """

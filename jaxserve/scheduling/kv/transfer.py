@@ -20,8 +20,7 @@ class WeightsName:
     """The name of an engine's weights.
 
     The `version` distinguishes weights within this run; it is empty for the first ones, so that
-    another run finds their pages on the disk. The `fingerprint` distinguishes runs; None until
-    needed.
+    another run finds their pages on the disk. The `fingerprint` distinguishes runs, once needed.
     """
 
     version: bytes = b""
