@@ -125,7 +125,7 @@ class DeviceLoop(Generic[_Job]):
             self._raise_if_over()
 
     def submit(self, *jobs: _Job) -> None:
-        """Submit jobs, which start in the same iteration; unfinished jobs have different ids.
+        """Submit jobs, which start in the same iteration. Ids of unfinished jobs must differ.
 
         Raises:
           RuntimeClosedError: the loop was closed.

@@ -52,7 +52,7 @@ class LengthEstimate:
         return self.at + self.prediction.mean_length
 
     def percentile(self, level: float, num_outputs: int) -> int:
-        """Return the length that a share `level` of answers with `num_outputs` tokens keep."""
+        """Return the length that a share `level` of answers with `num_outputs` tokens keep to."""
         lengths = self.prediction.distribution
         return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
 

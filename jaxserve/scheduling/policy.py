@@ -274,8 +274,9 @@ class StepBuilder(Protocol):
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the first
         sequence's length limit. If a sequence awaits its tokens, it is a mixed step of one
-        iteration, as `add_decoding` makes it. While such a token is in flight, its sequence is left
-        out, and the loop has one iteration so that it can continue soon.
+        iteration, as `add_decoding` makes it. While such a token is in flight, the loop leaves out
+        all sequences of this kind, so that they continue together, and has one iteration, so that
+        they continue soon.
 
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
