@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 
-# The way of a runtime that has no memory for adapters.
+# The name of the runtime without memory for adapters.
 _WITHOUT = "without"
 _SCALE = 0.01
 

@@ -182,9 +182,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         policy=options.policy,
         warmup="full",
     ) as rt:
-        executor: Any = (
-            rt._replicas.first.executor
-        )  # what XLA compiled, and what is submitted, is its secret
+        executor: Any = rt._replicas.first.executor  # what it compiled and gets is private
         if isinstance(plan, StagePlan):
             executor.watch(passes.append)
         prompts = [[1 + i] * 8 for i in range(options.rows)]

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 KINDS = ("chat", "summarising", "repeating", "editing")
 
-# Characters of a text to repeat at most.
+# Maximum characters of a text to repeat.
 _MAX_CHARACTERS = 600
-# Texts that a summary is of, and characters of each at most.
+# Number of texts for one summary, and maximum characters of each.
 _NUM_SUMMARISED, _MAX_SUMMARISED = 6, 200
 _NAMES = ("total", "count", "price", "width", "height", "weight", "score", "limit", "offset")
 _VERBS = ("add", "scale", "check", "update", "merge", "split", "clean", "load")

@@ -29,7 +29,7 @@ _LONG = {"type": "string", "maxLength": 200}
 _AGE = {"type": "integer", "minimum": 0, "maximum": 130}
 _STEPS = {"type": "array", "items": _TEXT, "minItems": 2, "maxItems": 5}
 _LABEL = {"enum": ["positive", "negative", "neutral"]}
-# Objects such as applications ask for; request i has schema i modulo their number.
+# Objects that are typical of applications; request i has schema i modulo their number.
 SCHEMAS: tuple[dict[str, Any], ...] = tuple(
     {
         "type": "object",

@@ -149,7 +149,7 @@ class LengthDistributions:
     def lines(self) -> tuple[np.ndarray, np.ndarray]:
         """P(L > length) is `tail - rate * length` within a bucket: both [sequences, buckets]."""
         rate = self.probabilities / (self._high - self._low)
-        # From the longest on, so that what is left of the tail has no rounding errors of the rest.
+        # From the longest on, so that the tail has no rounding errors of the rest.
         tail = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1] + rate * self._low
         return rate, tail
 

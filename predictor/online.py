@@ -254,7 +254,7 @@ FOLDER = "online"
 _STATE, _OBSERVATIONS, _DESCRIPTION = "state", "observations.npz", "online.json"
 # Observations that one piece of "digest" work takes from the inbox.
 _DIGESTED = 64
-# Factor by which the estimated cost of a kind of work falls, at most, from one piece to the next.
+# Largest factor by which the estimated cost of a kind of work falls from one piece to the next.
 _FADE = 0.9
 
 

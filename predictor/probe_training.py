@@ -151,7 +151,7 @@ def _fit(
             order = np.random.default_rng((config.seed, epoch)).permutation(num)
             losses = []
             for start in range(0, num, size):
-                # The last batch is filled up from the first, so that one shape is compiled.
+                # The last batch is filled from the first, so that one shape is compiled.
                 batch = np.take(order, range(start, start + size), mode="wrap")
                 some = jnp.asarray(learned.activations[batch]), jnp.asarray(labels[batch])
                 losses.append(_step(head, optimizer, *some))

@@ -123,7 +123,7 @@ def compiled(job: Job, way: str) -> dict[str, Any]:
 
 def _steps(job: Job) -> list[Any]:
     if job.target != "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU, should there be one
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU, even if there is one
     import jax
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -158,7 +158,7 @@ def _measured_cost(
     policies = contenders.contenders_of(application)
     all_sizes = [contenders.batch_sizes_of(policy, sizes) for policy in policies]
     largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in sizes.max_batch}
-    # Each of the tasks that one call may run takes as long; so the time is that of a task.
+    # All tasks of one call take the same time; so the time is that of a task.
     cost = measure_cells(modelled(application, sizes, largest).cells)
     record.result["task_s"][name] = cost.seconds
     record.save()
@@ -215,7 +215,7 @@ def _sweep_measured(
         def play(policy: str, rate: float | None) -> dict[str, Any]:
             if policy not in runtimes:
                 model = modelled(application, sizes, contenders.batch_sizes_of(policy, sizes))
-                # Ours as it is by default: its policy is that of the runtime.
+                # Our runtime with its default policy.
                 is_ours = policy == contenders.OURS
                 chosen = None if is_ours else contenders.policy_of(policy, cell_s=cell_s)
                 runtimes[policy] = stack.enter_context(

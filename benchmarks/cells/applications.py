@@ -56,7 +56,7 @@ WORKLOADS = {
     "treelstm_batch_64": Workload(application="treelstm", max_batch=64),
     "identical_trees_batch_64": Workload(application="identical_trees", max_batch=64),
 }
-# Tokens more than the input has that a decoder may run (thesis, 2.7.4).
+# How many more tokens than the input a decoder may run (thesis, 2.7.4).
 _MORE_STEPS = 50
 _COUNT, _STATE = ValueSpec((), np.dtype(np.int32)), ValueSpec((1,), np.dtype(np.float32))
 
@@ -87,7 +87,7 @@ SIZES = {
     "thesis": Sizes(
         hidden_size=1024,
         vocab_size=30_000,
-        # Those of LSTM and Seq2Seq are the thesis's. Those of trees are as large, since merged
+        # The sizes of LSTM and Seq2Seq are the thesis's. Those of trees are as large, since merged
         # graphs have larger ones.
         max_batch={"lstm": 512, "encoder": 512, "decoder": 256, "leaf": 512, "internal": 512},
     ),

@@ -25,12 +25,12 @@ _MERGED: dict[str, Literal["agenda", "depth"]] = {
     "merged_by_agenda": "agenda",
     "merged_by_depth": "depth",
 }
-# Those whose tasks have rows from several places. DyNet and Fold also copy the operands of a merged
-# batch beside each other (Neubig et al., 2017; Looks et al., 2017).
+# Policies whose tasks have rows from several places. DyNet and Fold also copy the operands of a
+# merged batch to adjacent places (Neubig et al., 2017; Looks et al., 2017).
 GATHERING = (OURS, _OF_THESIS, "lazy_batching", *_MERGED)
 OF_CHAINS = (OURS, "padding_10", "padding_1", "padding_40", "lazy_batching")
 OF_TREES = (OURS, "merged_by_agenda", "merged_by_depth", "lazy_batching")
-# The ideal is no baseline: a user whose graphs are all alike could write it down.
+# The ideal is not a baseline: a user whose graphs are all equal could write it down.
 IDEAL = "identical_graphs"
 OTHERS = (_OF_THESIS, "one_at_a_time")
 KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, *OTHERS]))
@@ -39,8 +39,8 @@ _MERGED_GRAPHS, _MERGED_CELLS = 64, 2048
 # The 90th percentile of the answers' lengths, since LazyBatching's paper takes a high one; and the
 # mean length of sentences.
 _DECODER_STEPS, _MEAN_CELLS = 50, 24
-# LazyBatching adds the times of all requests as if each ran alone. This many shall keep its target;
-# with the paper's 100 ms, about five sentences of Seq2Seq would.
+# LazyBatching adds the times of all requests as if each ran alone. This number of requests should
+# keep its target; with the paper's 100 ms, about five sentences of Seq2Seq would.
 _LAZY_REQUESTS, _LAZY_TARGET_S = 64, 0.1
 
 

@@ -33,8 +33,8 @@ VARIANTS = {
         PRESETS["flover"], name="flover_without_shuffle", iteration=IterationLevel(compacts=False)
     ),
 }
-# Policies that stand on predicted lengths, and the baselines beside which they are reported: one
-# that needs no prediction, and one whose predictions are always right.
+# Policies that depend on predicted lengths, and the baselines reported next to them: one that needs
+# no prediction, and one whose predictions are always right.
 PREDICTING = ("s3", "auto")
 BASELINES = ("vllm_like", "s3_oracle")
 

@@ -87,7 +87,7 @@ def _resident_bytes(group: int) -> int:
     """Return the resident bytes of all processes of the group together; 0 without /proc."""
     pages = 0
     proc = Path("/proc")
-    # Not by `glob`, which fails if a process ends while its entry is looked at.
+    # Not by `glob`, which fails if a process ends while its entry is read.
     for name in filter(str.isdigit, os.listdir(proc) if proc.exists() else ()):
         with contextlib.suppress(OSError):
             # After the name in brackets: state, parent, group, and resident pages as the 22nd.

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rates = numbers(options.rates, "--rates")
     rounds = numbers(options.min_rounds, "--min-rounds")
     reactions = numbers(options.reaction_s, "--reaction-s")
-    # A simulation is deterministic: one run says all.
+    # A simulation is deterministic: one run is enough.
     repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
         play: Play = _Simulator(runtimes, policies) if options.simulated else _device(runtimes)

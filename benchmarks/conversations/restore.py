@@ -121,7 +121,7 @@ class _Server:
         self._executor = built
         self._clock = WallClock()
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
-        # Zeros: what they are changes no time, but what memory held before may be no numbers.
+        # Zeros: their values change no time, but uninitialised memory may hold NaN.
         self._contents = bytes(len(built.read_host_page(built.config.num_host_pages)))
         self._num_runs = 0
         self._undisturbed_s: list[float] = []

@@ -181,9 +181,9 @@ def _batch(served: Served, bound_s: float) -> int | None:
     return None if index is None else int(served.batch[index])
 
 
-# Quantile of the lengths for which a bound is planned, and the baselines are held to it. Of a
-# hundred answers that keep a bound one may miss it: half because it is longer, the other half
-# because draws and phases are not all as expected.
+# Quantile of the lengths for which a bound is planned, and to which the baselines are held. One in
+# a hundred answers may miss a bound: half of these because they are longer, the other half because
+# draws and phases differ from the expected ones.
 _PLANNED_LEVEL = 0.995
 
 

@@ -26,7 +26,7 @@ from jaxserve.planning.schedules.pipeline import Pipeline
 from jaxserve.planning.schedules.step_cost import pipeline_of
 from jaxserve.planning.schedules.timeline import Numbers
 
-# Batches beyond this many sequences are tried in steps of a thousandth, smaller ones all.
+# All batches up to this many sequences are tried, and larger ones in steps of a thousandth.
 _EVERY = 1024
 
 

@@ -35,8 +35,8 @@ from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 
 _PAGE_TOKENS = 16
-# Answers that are counted: at least, and at most. With 99 % wanted, the share of 1,000 answers has
-# a standard deviation of 0.3 points.
+# Minimum and maximum of counted answers. With a target of 99 %, the share of 1,000 answers has a
+# standard deviation of 0.3 points.
 _LEAST, _MOST = 1000, 2000
 
 

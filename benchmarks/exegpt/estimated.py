@@ -283,13 +283,11 @@ _Lines = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def _lines(timeline: Timeline, policy: str) -> dict[str, _Lines]:
-    """Return latency and throughput along every variable, with all values of the other
-    variables.
-    """
+    """Return latency and throughput along every variable, with all values of the other ones."""
     layouts = [
         i
         for i, layout in enumerate(timeline.layouts)
-        # WAA-C and WAA-M differ in how devices are divided, which is no variable of table 5.
+        # WAA-C and WAA-M differ in the division of devices, which is not a variable of table 5.
         if layout.policy is not Policy.WAA_M
     ]
     batches = _spread(timeline.max_encode_batch)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 _DEVICES = "--xla_force_host_platform_device_count"
-# Devices on one host share its cores; with one thread each, they do so as little as they can.
+# Devices on one host share its cores; one thread each keeps the sharing low.
 _FLAGS = f"{_DEVICES}=8 --xla_cpu_multi_thread_eigen=false"
 # The devices of a model, whose attention heads and groups of them they divide.
 GROUPS = {"smollm2": "1 1/1 3/3", "t5_small": "1 1/1 4/4", "tiny": "1 1/1", "tiny_t5": "1 1/1"}
@@ -132,7 +132,7 @@ class _Session:
         self._options = options
         self._model = _model(options.model)
         self._items = _items(options, self._model.config.vocab_size)
-        # Those of the first policy.
+        # Tokens of the first policy.
         self._tokens: list[tuple[int, ...]] = []
 
     def answered(self, policy: Policy) -> Figures:
@@ -149,7 +149,7 @@ class _Session:
         with closing(self._runtime(case.policy, case.groups, warmup="full")) as rt:
             cost = _measured_cost(rt, case.groups)
             for number in range(self._options.repeats + 1):
-                # The first run warms up, with as many requests as run at once.
+                # The first run warms up, with the number of requests that run at once.
                 asked = self._items if number else self._items[: rt.config.max_slots]
                 done, wall_s = replay(rt, asked, label=f"{case.policy.name}, run {number}")
                 if number:

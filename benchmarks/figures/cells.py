@@ -22,7 +22,7 @@ from benchmarks.figures.render import (
 )
 from benchmarks.figures.results import Result
 
-# Goals: our peak over that of the best baseline, about as in the thesis.
+# Goals: our peak over that of the best baseline, about that of the thesis.
 WANTED = {"lstm": 1.25, "seq2seq": 1.6, "treelstm": 1.8}
 # Goal: our peak over that of the ideal, on identical trees.
 WANTED_OF_IDEAL = 0.7

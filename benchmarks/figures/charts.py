@@ -658,7 +658,7 @@ def _policy_charts(result: Result) -> dict[str, Chart]:
     return {"": policies, **split}
 
 
-# Kind -> the ends of the figures' names, and what draws each. Tables say everything of other kinds.
+# Kind -> the ends of the figures' names, and their drawing functions. Other kinds have only tables.
 _CHARTS: dict[str, Callable[[Result], Mapping[str, Chart]]] = {
     "offline": lambda result: {"_peers": peers} if result.has_peers else {},
     "policies": _policy_charts,

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for name, address in servers.urls.items():
                 ways[name] = completions_of(address, "model", peers[name].fields)
             contest = _Contest(ways, DistinctPrompts(items), rt, servers.failed)
-            contest.turn(items[:2], [0.0] * len(items[:2]))  # what is slow only once
+            contest.turn(items[:2], [0.0] * len(items[:2]))  # the first requests are slow
             points = [_point(contest, items, count, options) for count in options.connections]
     return {
         "benchmark": "http",
@@ -204,7 +204,7 @@ class _Contest:
 def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
     wall_s = max(arrival + one.end_s for arrival, one in zip(arrivals_s, seen, strict=True))
     gaps = [b - a for one in seen for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
-    # The first event may have several tokens, too; then this is less than the time of one token.
+    # The first event may also have several tokens; then this is less than the time of one token.
     each = [
         (one.times_s[-1] - one.times_s[0]) / (one.num_tokens - 1)
         for one in seen

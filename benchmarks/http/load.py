@@ -103,7 +103,7 @@ async def _send_all(url: str, path: str, bodies: list[Any], arrivals_s: list[flo
 async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -> Seen:
     await asyncio.sleep(at_s - time.perf_counter())
     reader, writer = await asyncio.open_connection(host, port)
-    # Before it is written: the server may have it before this process runs on.
+    # Recorded before it is written: the server may receive it before this process continues.
     seen = Seen([], 0, 0.0, at_s, time.perf_counter() - at_s)
     writer.write(
         b"POST %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"

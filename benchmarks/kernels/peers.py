@@ -86,7 +86,7 @@ def _events_s(run: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-# Of the rows that are compared, the last queries.
+# The last queries of the compared rows.
 _QUERIES_COMPARED = 256
 
 

@@ -91,7 +91,7 @@ CALLS = 20
 _CHAINS = 4
 _ROWS_COMPARED = 4
 
-# k_pages and v_pages of `paged_attention`, and their scales where they have any.
+# k_pages and v_pages of `paged_attention`, and their scales, if any.
 Pages = dict[str, jax.Array]
 
 

@@ -193,7 +193,7 @@ def _sampling_s(config: LlamaConfig, engine: EngineConfig, batch_size: int) -> f
 
 
 WORKLOADS = ("sharegpt", "random")
-# For the engine to see that it has no more work.
+# The engine has to notice that it has no work left.
 _SETTLING_S = 0.02
 
 
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ready_s = time.perf_counter() - begin_s
         items = _workload(options, rt)
         runs = [_run_once(rt, items) for _ in turns]
-        # Before the weights of the bound add to it.
+        # Measured before the weights of the bound add to it.
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         config = rt.model_config
         engine, report = rt.config, rt.report()

@@ -31,8 +31,8 @@ _MAX_OUTPUT_TOKENS = 256
 # Pages of the pool for each slot: about as many as a sequence has on average, so that the memory
 # limits admission.
 _PAGES_A_SLOT = 5
-# With a longer context, every so many requests have a prompt of half of it at least; the pool has
-# room for two of them beside the others, and prefill is in larger steps.
+# With a longer context, every n-th request has a prompt of at least half of it; the pool also has
+# room for two of these, and prefill is in larger steps.
 _LONG_EVERY = 500
 _LONG_AT_ONCE = 2
 _LONG_STEP_TOKENS = 8192

@@ -29,12 +29,12 @@ from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, task_items
 from predictor import LengthBuckets
 
-# The presets with a policy of their own on one device group, except the slowest and the oracles.
+# The presets with a distinct policy on one device group, except the slowest and the oracles.
 POLICIES = (
     "fastertransformer,orca,flover,vllm_like,s3,exegpt_rra,pensieve,pensieve_device_only,auto"
 )
 BASELINE = "vllm_like"
-# Of what all slots need on average.
+# Share of the pages that all slots need on average.
 POOLS = {"tight": 0.15, "middle": 0.4, "ample": 1.0}
 # Llama 3 8B in bfloat16 on an A100 80 GB (SXM, data sheet) with a PCIe 4.0 x16 link.
 COST = RooflineCost(
@@ -45,7 +45,7 @@ COST = RooflineCost(
     page_tokens=32,
 )
 _MAX_CONTEXT, _MAX_OUTPUT, _NUM_PRIOR = 2048, 1024, 2000
-# How far a prediction of `informed` is off: the standard deviation of the logarithm of a length.
+# The error of predictions of `informed`: the standard deviation of the logarithm of a length.
 _NOISE = {"none": None, "marginal": float("inf"), "informed": 0.7}
 
 

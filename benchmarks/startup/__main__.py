@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for _ in in_turns([options.model], options.repeats):
         with cold_cache() as folder:
             runs["cold"].append(start(options.model, options.settings, folder))
-            # The rest of what the cold start did not wait for.
+            # The rest of the work that the cold start did not wait for.
             filling = {**options.settings, "warmup": "full"}
             runs["filling"].append(start(options.model, filling, folder))
             runs["warm"].append(start(options.model, options.settings, folder))

@@ -112,7 +112,7 @@ class NodeQueue:
         self.num_ready = 0
         self.num_running = 0
         self._released: deque[Release] = deque()  # after the front
-        self._num_gone = 0  # those of them without nodes
+        self._num_gone = 0  # empty ones among them
 
     def num_for(self, worker: int) -> int:
         return self.num_ready
@@ -458,7 +458,7 @@ class OneWorkerScheduler:
         if len(nodes) < 2:
             return nodes
         places = np.arange(len(nodes))
-        self._place[nodes] = places  # NumPy leaves the last of several values behind
+        self._place[nodes] = places  # NumPy keeps the last of several values
         return nodes[self._place[nodes] == places]
 
     def _forget(self, key: int) -> None:
@@ -471,21 +471,21 @@ class OneWorkerScheduler:
         new = np.zeros((_NUM_ROWS, num_nodes), np.int64)
         new[:, : self._state.shape[1]] = self._state
         self._state = new
-        # Of each node, see `Links.rows`: its successors; the first node of its graph; the
+        # For each node, see `Links.rows`: its successors; the first node of its graph; the
         # predecessors in its subgraph that have not been submitted; and its line.
         self._of_links = new[: len(_IS_NODE)]
         self._inner, self._outer, self._owner, self._inner_left, self._ahead, self._alone = new[:6]
-        # Of a head, the edges from other subgraphs for which it waits; of a first node, the graph's
-        # nodes that have not been submitted, or completed if there are loops.
+        # For a head: the edges from other subgraphs for which it waits. For a first node: the
+        # graph's nodes that have not been submitted, or completed if there are loops.
         self._outer_left, self._num_left = new[6:8]
-        # Of a loop: the steps that may be submitted, and those that are and have not completed;
-        # and whether it has ended.
+        # For a loop: the steps that may be submitted, the submitted and not completed steps, and
+        # whether it has ended.
         self._steps_left, self._num_running, self._is_over = new[8:]
         self._place = np.zeros(num_nodes, np.int64)
 
 
 _FREE = -1  # the worker of a subgraph that any worker may run
-_SEVERAL = -2  # that of a subgraph that waits for tasks of several workers
+_SEVERAL = -2  # the worker of a subgraph that waits for tasks of several workers
 
 
 class _Run:
@@ -496,7 +496,7 @@ class _Run:
         self.graph = graph
         self.first = first
         self.num_left = len(graph)  # nodes that have not run
-        # Of each node: the predecessors in its subgraph that have not been submitted.
+        # For each node: the predecessors in its subgraph that have not been submitted.
         self.dependencies = list(graph.inner_dependencies)
         self.subgraphs: list[_Subgraph] = []
         self.is_over = False
@@ -705,7 +705,7 @@ class BatchMakerScheduler:
                 if subgraph.steps_left:
                     num_new += 1
                     continue
-            # Nodes that follow go before those that did not fit into the task.
+            # Followers come before nodes that did not fit into the task.
             ready, rest = [], ready[num:]
             subgraph.num_open -= num
             if subgraph.num_open:

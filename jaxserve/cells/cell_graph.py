@@ -294,7 +294,7 @@ def _partition(graph: CellGraph) -> _Partition:
 def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
     types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
-    leader: list[int] = []  # a node of the same subgraph, in the end its first one
+    leader: list[int] = []  # a node of the same subgraph, finally its first one
 
     def find(node: int) -> int:
         while leader[node] != node:

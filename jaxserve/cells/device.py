@@ -176,7 +176,7 @@ class DeviceCells:
             int, list[tuple[int, int]]
         ] = {}  # large constants by the graph's first row
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
-        self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
+        self._is_wanted = np.zeros(0, np.bool_)  # whether each node has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
         self._no_reads = np.full(NUM_READS, -1, np.int32)
         self._counts = [np.int32(num) for num in range(max_fused + 1)]

@@ -289,7 +289,7 @@ class CellEngine:
         self._ended_loops: set[int] = set()
         # Id of a handle in flight -> the requests that begin with it.
         self._begun: dict[int, list[CellAnswer]] = {}
-        self._ended_s = [0.0] * executor.num_workers  # of each worker: the end of its last tasks
+        self._ended_s = [0.0] * executor.num_workers  # worker -> end of its last tasks
         self._next_key = 0
         self._ended: list[CellCompletion] = []
 

@@ -91,7 +91,7 @@ def _joined(some: _Spare, others: _Spare | None) -> _Spare:
     return some
 
 
-# Codes of inputs and outputs that have no slot of the graph's own, and the first that has one.
+# Codes of inputs and outputs without a slot of the graph, and the first code with one.
 ZEROS, TRASH, WORDS, FIRST_SLOT = 0, 1, 2, 3
 
 
@@ -415,12 +415,12 @@ class TreesOfASize:
         wanted = tuple([(root + output, Wanted(name)) for name, output in outputs])
         self._returned = Returned(wanted, layout.stride, ())
         inputs = [pair.cell.output_index[name] for name in tree.outputs]
-        # Each output that pairs take has a slot of each leaf; another one that is returned, one.
+        # Each output that pairs take has one slot for each leaf; any other returned output has one.
         sizes = dict.fromkeys(inputs, num)
         for _, output in outputs:
             sizes.setdefault(output, 1)
         self._num_slots, code_of = _slots(layout, pair, sizes)
-        # The codes without those that depend on the pairs, and what is added to these.
+        # The codes that do not depend on the pairs, and the addends of those that do.
         self._codes = np.full((tree.num_nodes, layout.first_word), TRASH, np.int32)
         self._codes[:num, : leaf.num_inputs] = WORDS
         self._of_inputs = np.array([code_of[output] for output in inputs], np.int32)

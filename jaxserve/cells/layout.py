@@ -14,7 +14,7 @@ from jaxserve.cells.policy import CellType
 from jaxserve.cells.values import ValueSpec, zeros
 from jaxserve.core.errors import InvalidCellError
 
-# Slots of every pool that belong to no value: one with zeros, and one that padding writes to.
+# Slots of every pool that hold no value: one with zeros, and one that padding writes to.
 ZERO_SLOT, TRASH_SLOT = 0, 1
 NUM_RESERVED_SLOTS = 2
 # The slot of a value that travels with the task.

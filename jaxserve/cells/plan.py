@@ -16,9 +16,9 @@ from jaxserve.cells.layout import Layout
 from jaxserve.cells.simulation import LoopLength, TaskCost, simulate_cells
 from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
 
-# The rate of a plan is exact up to this share.
+# Relative tolerance of a plan's rate.
 _TOLERANCE = 0.05
-# Numbers of tasks that are submitted together, of which the search chooses.
+# Numbers of tasks submitted together from which the search chooses.
 _TASKS = (1, 2, 5, 10)
 
 

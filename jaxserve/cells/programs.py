@@ -120,7 +120,7 @@ class GatedTasks:
                 raise NotImplementedError(f"an input {spec} travels with the task")
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
-        # Column of each input of tokens -> that with the token itself.
+        # Column of each token input -> the column with the token itself.
         self._word_of = {
             number: layout.first_word + words.start
             for number, words in enumerate(t.words)
@@ -330,7 +330,7 @@ class _Tasks:
             inputs = self._gathered(pools, task)
             if not self._is_fused():
                 # Every slot is read before any is written, so that XLA updates the pools in place.
-                # What a kernel reads it has read before it returns the values that are written.
+                # A kernel has read its inputs before it returns the values that are written.
                 pools, inputs = lax.optimization_barrier((pools, inputs))
             inputs |= self._rows_at(pools, task)
             before = self._before(pools, task)
@@ -376,7 +376,7 @@ class _Tasks:
                 inputs = lax.optimization_barrier(inputs)
                 new, ended, flag = self._step(params, inputs, before)
                 results = self._with_results(results, k, flag, new)
-                if t.is_loop:  # those of the last step stay
+                if t.is_loop:  # the last step's values stay
                     new = [_where(before, *both) for both in zip(values, new, strict=True)]
                 return k + 1, new, ended, results
 

@@ -112,7 +112,7 @@ def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
 def _shape(kinds: bytes) -> TreeShape:
     num, pair = kinds.count(_NUMBER), _TUPLE[0]
     leaf, node, after = 0, 0, num
-    open: list[int] = []  # of each pair that is not complete: its left node, or -1
+    open: list[int] = []  # for each incomplete pair: its left node, or -1
     numbers: list[int] = []
     leftmost = list(range(num))
     levels = [-1] * num
@@ -190,7 +190,7 @@ def _waves(pairs: np.ndarray) -> Waves:
     """Return the waves of pairs that may be in any order in which each follows what it joins."""
     num = len(pairs) + 1
     above = [NO_SUCCESSOR] * (num + len(pairs))
-    num_left, wave = [0] * len(above), []  # of each pair, those that it joins and are in no wave
+    num_left, wave = [0] * len(above), []  # for each pair, the joined nodes that are in no wave
     for node, (left, right) in enumerate(pairs.tolist(), num):
         above[left] = above[right] = node
         num_left[node] = (left >= num) + (right >= num)

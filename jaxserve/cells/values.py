@@ -102,7 +102,7 @@ def as_constants(values: Sequence[Any] | np.ndarray, spec: ValueSpec) -> np.ndar
     array = np.array(values)
     if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
         converted = array.astype(spec.dtype)
-        # A number that does not fit becomes another one, or changes its sign.
+        # A number that does not fit changes its value or its sign.
         if (converted == array).all():
             array = converted
     fits = array.ndim and array.shape[1:] == spec.shape and array.dtype == spec.dtype

@@ -10,7 +10,7 @@ from benchmarks.cells.peers.replay import answer, read_job, settle
 
 _SHOWN = 8
 _SWITCH_S = 5e-4
-# By which share a row's time may become longer with each doubling of the largest batch.
+# Maximum relative increase of a row's time with each doubling of the largest batch.
 _MOST_LOSS = 0.1
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     ]
     tensors = dict(np.load(job["weights"]))
     model = model_from(tensors, batch_sizes_of(OURS, sizes), folds=job["folds"])
-    # A larger task is less work for the host, which is not in the times that `sized` measures.
+    # Larger tasks are less work for the host, which `sized` does not measure.
     has_loops = any(cell.is_loop for cell in model.cells)
     cells = sized(model.cells, least_gain=0.05 if has_loops else -_MOST_LOSS)
     with CellRuntime(cells, model.unfold, slot_memory=job["slot_memory"]) as rt:

@@ -27,7 +27,7 @@ def main() -> None:
         job["models"].get("few_bits") or job["models"]["F16"],
         scheduler,
         "CPU",
-        # Its defaults are lower where the processor has them, 8 bits for the cache.
+        # Its defaults use lower precision if the processor supports it, with 8 bits for the cache.
         {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision},
     )
 

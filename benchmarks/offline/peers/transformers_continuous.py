@@ -14,7 +14,9 @@ def main() -> None:
     """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     import torch
-    from answering import timed  # a script finds the module beside it; `benchmarks.decode` does not
+    from answering import (
+        timed,
+    )  # a script finds the module next to it; `benchmarks.decode` does not
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     with open(sys.argv[1], encoding="utf-8") as file:
