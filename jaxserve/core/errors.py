@@ -15,7 +15,7 @@ A message says what was given, what is allowed, and what to do.
     │   ├── AnswerTooShortError        its grammar ends its answer before min_tokens
     │   ├── GrammarsBusyError          too many other grammars are being compiled
     │   ├── BoundNotMetError           it is expected to take longer than a bound of its own
-    │   ├── UnheededBoundError         it has a bound of its own, and the policy heeds none
+    │   ├── UnheededBoundError         it has a bound of its own, which the policy ignores
     │   ├── UnfoldError                the user's function raised for this input
     │   └── InvalidGraphError          a graph of cells that cannot be computed as given
     │       ├── EmptyGraphError
@@ -34,11 +34,11 @@ A message says what was given, what is allowed, and what to do.
     ├── DownloadError              a file could not be fetched, or is not the published one
     ├── ModelCacheError            the model cache cannot be read or written
     ├── DeviceMemoryError          weights or page pool do not fit
-    │   └── StepMemoryError            one step did not fit; other requests go on
+    │   └── StepMemoryError            one step did not fit; other requests continue
     ├── InvalidConfigError         a runtime, policy or mesh setting
     │   ├── InvalidCellError           a cell's module does not fit its inputs or outputs
     │   └── InvalidParamsError         new weights that do not fit, or are not finite
-    ├── InfeasibleBoundError       no schedule keeps a latency bound; says what the lowest is
+    ├── InfeasibleBoundError       no schedule keeps a latency bound; names the lowest one
     ├── InvalidProfileError        step times that are unreadable, or measured on something else
     ├── MissingExtraError          an optional package is missing; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
@@ -53,7 +53,7 @@ A message says what was given, what is allowed, and what to do.
     │   └── JournalError               the journal cannot be read or written
     │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
-    ├── QueueFullError             as many requests wait as the runtime allows
+    ├── QueueFullError             the maximum number of requests is waiting
     ├── EngineBusyError            requests run for longer than a call may wait for their end
     ├── StaleWeightsError          its first tokens are of weights that are too old
     ├── EngineFailedError          the device or the loop failed; all running requests end with it

@@ -12,7 +12,7 @@ hidden             the width of embeddings and of the states that the head reads
                    OPT's 350M model
 vocab              tokens of the vocabulary
 kv_heads, q_heads  heads of keys, of queries; inside `over_tensor`, those of a shard
-head_dim, half     the width of a head; half of what is rotated of it
+head_dim, half     the width of a head; half of its rotated part
 columns            of a KV head: its queries, its key, its value
 layers, pages,     of the cache's buffers, as in `pallas_kernels`; `count` pages are moved
 page_size, count

@@ -152,10 +152,7 @@ class AdaptedWeight(nnx.Module):
         return out + jnp.einsum("tar,air->ti", own.astype(dtype), a)
 
     def _wide_b(self, *, num_before: int) -> Float[Array, " ... ranks *out"]:
-        """Return `b` with rows for all modules, zeros where an output is another module's.
-
-        `num_before` counts the axes before that of the rank.
-        """
+        """Return `b` with rows for all modules, zeros where an output is another module's."""
         b = self.b[...]
         if not self.spans:
             return b

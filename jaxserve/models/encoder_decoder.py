@@ -289,10 +289,7 @@ class EncoderDecoder(Decoder):
     def write_encoded(
         self, encoded: Float[Array, "tokens embed"], batch: AttentionBatch, cache: KVCache
     ) -> KVCache:
-        """Return the cache with each layer's keys and values of the encoder's output.
-
-        `batch` says where each token is written.
-        """
+        """Return the cache with each layer's KV of the encoder's output for the batch."""
         if isinstance(self.blocks, nnx.List):
             for layer, block in enumerate(self.blocks):
                 assert isinstance(block, CrossBlock)

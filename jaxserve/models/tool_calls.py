@@ -328,7 +328,7 @@ class CallReader:
         if calls is None:
             self._is_inside, self._is_text = False, True
             return [self._gap + self._begin + body]
-        if self._is_in_list:  # one that was not streamed, among others
+        if self._is_in_list:  # a call in the list that was not streamed
             self._is_after = True
         else:
             self._is_inside = False

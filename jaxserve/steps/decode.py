@@ -104,10 +104,7 @@ def attention_of(
     config: EngineConfig,
     proposed: Int32[Array, "rows num"] | None,
 ) -> tuple[Int32[Array, " tokens"] | Float[Array, "tokens embed"], AttentionBatch]:
-    """Return a model's inputs for a block, and its attention batch.
-
-    `proposed` has the tokens of the block's places from 1 on; it is None without proposals.
-    """
+    """Return a model's inputs for a block and its `proposed` tokens, and the attention batch."""
     newest = window.part(slots.length) - 1
     positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
     rows, cross_rows = visible_rows(

@@ -116,7 +116,7 @@ def verifying_head(
     params: Params,
     slots: SlotState,
     row_hidden: Float[Array, "slots hidden"],
-    rows: ChoosingRows,  # as many as rows of the step are sampled from, with padding
+    rows: ChoosingRows,  # one for each sampled row of the step, with padding
     tapped: Float32[Array, "slots embed"] | None,
     probe_params: Params,
     step_arrays: StepArrays,  # of the step's rows

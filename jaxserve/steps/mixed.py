@@ -92,10 +92,7 @@ def score_prompts(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> PromptLogprobs:
-    """Return `prompt_logprobs` of each token's successor in its slot.
-
-    Processors apply to slots that draw their tokens.
-    """
+    """Return `prompt_logprobs` of each token's successor; processors apply to random slots."""
     model = merged(graphdef, params, config)
     batch, _ = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)

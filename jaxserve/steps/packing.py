@@ -158,10 +158,7 @@ def no_masks(num_rows: int, vocab_size: int) -> dict[str, dict[str, np.ndarray]]
 def loop_sizes(
     config: EngineConfig, variant: Variant, *, speculates: bool = False
 ) -> tuple[int, ...]:
-    """Return the numbers of slots that decode loops are compiled for.
-
-    Loops that speculate have few slots, see `EngineConfig.speculating_buckets`.
-    """
+    """Return the numbers of slots of decode loops; see `EngineConfig.speculating_buckets`."""
     return config.speculating_buckets if speculates else variant.sizes(config.slot_buckets)
 
 

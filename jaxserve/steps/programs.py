@@ -154,10 +154,7 @@ class Programs:
     def plan_decode(
         self, rows: Sequence[Row], window: range, iteration: int = 0, num_proposed: int = 0
     ) -> Plan | None:
-        """Return the plan of attention in one iteration over a window's slots, for `stage.decode`.
-
-        Each iteration of the loop computes `num_proposed` proposals.
-        """
+        """Return attention's plan for one iteration with `num_proposed`, for `stage.decode`."""
         if self._planner is None:
             return None
         return self._planner.decode(rows, window, 1 + iteration, num_proposed)

@@ -51,15 +51,12 @@ class SlotState:
     adapter: Int32[Array, " slots"] | None = None
     # Index of proposals in each slot; None in a runtime that does not speculate.
     lookup: Lookup | None = None
-    # Index of proposals for all slots; None likewise.
+    # Index of proposals for all slots; None in a runtime that does not speculate.
     answers: Answers | None = None
 
 
 def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
-    """Return inert slots.
-
-    `looks_up` enables the lookup of proposals, if the runtime speculates.
-    """
+    """Return inert slots; `looks_up` enables proposals by lookup, if the runtime speculates."""
     num, looks_up = config.max_slots, looks_up and config.num_proposed > 0
     # A draft model makes the proposals, so nothing is looked up.
     num_indexed = 1 if config.drafts else config.max_context
@@ -291,10 +288,7 @@ def admissions_by_call(
 def pack_admissions(
     config: EngineConfig, admissions: Sequence[Admission], num_tokens: int = 0
 ) -> tuple[Admitted, Int32[np.ndarray, " tokens"]]:
-    """Return arguments of `admit` for the admissions of one call, as NumPy arrays.
-
-    The array of tokens has at least `num_tokens` entries.
-    """
+    """Return arguments of one call of `admit`, as NumPy arrays of at least `num_tokens` tokens."""
     num = ADMISSIONS_A_CALL
 
     def full(value: int) -> Any:

@@ -143,10 +143,7 @@ class Shelf:
     def compile(
         self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
     ) -> jax.stages.Compiled:
-        """Compile a lowered program, and save the executable under a key.
-
-        `leaves` are its flat arguments, abstract, and the compiler options.
-        """
+        """Compile a program lowered for `leaves` (with options); save it under a key."""
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
             return lowered.compile()
@@ -319,7 +316,7 @@ class StepFunction:
                 return future.result()
             if not future.done():
                 _record_stall()
-            # A thread that prepares it may have failed for lack of memory; a call tries once more.
+            # A thread that prepares it may have failed for lack of memory; a call tries again.
             if future.exception() is None:
                 return future.result()
             return self._prepare(arguments, static, stalls=False)

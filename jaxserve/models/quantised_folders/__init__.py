@@ -1,4 +1,1 @@
-"""Hugging Face folders whose weights are in eight or four bits.
-
-GPTQ, AWQ, compressed-tensors and fp8.
-"""
+"""Folders with weights in eight or four bits: GPTQ, AWQ, compressed-tensors and fp8."""

@@ -121,10 +121,7 @@ _WORD_BITS = 32
 
 @final
 class AllowedTokens(LogitsProcessor):
-    """Forbids the tokens without a bit: bit t % 32 of a row's word t // 32 is token t's.
-
-    Tokens beyond the last word are forbidden.
-    """
+    """Allows only tokens with a bit: bit t % 32 of a row's word t // 32 is token t's."""
 
     name = "allowed_tokens"
     step_arrays = {"words": RowArray(np.uint32, 2**_WORD_BITS - 1, has_vocab_bits=True)}
