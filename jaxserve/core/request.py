@@ -154,7 +154,7 @@ class EncoderPrompts:
 
 
 def check_id(request_id: object, own_ids: str) -> None:
-    """Raise InvalidRequestError if a caller's id is neither None nor text outside `own_ids`."""
+    """Raise InvalidRequestError if an id is given that is not text or starts with `own_ids`."""
     if request_id is None:
         return
     if not isinstance(request_id, str):

@@ -188,7 +188,7 @@ class Fields:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `model_type` and the value of every field; raise for null fields."""
+        """Return `model_type` and all values; raise UnsupportedModelError for null fields."""
         found = {name: given.get(name, default) for name, default in self.defaults.items()}
         found |= {name: given[alias] for alias, name in self.aliases.items() if alias in given}
         nulls = [
@@ -254,7 +254,7 @@ def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Non
 def windows_by_kind(
     kinds: Sequence[str], window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, from config.json's `layer_types` if they are valid."""
+    """Return each layer's window by `layer_types`; raise UnsupportedModelError if unknown."""
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
         raise UnsupportedModelError(

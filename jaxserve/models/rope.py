@@ -41,9 +41,7 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-        """Read a config.json's scaling; None without one. Raise UnsupportedModelError if
-        unknown.
-        """
+        """Read a config.json's scaling or None; raise UnsupportedModelError if unknown."""
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "mrope":  # positions of images; those of text are plain
             kind = "default"
