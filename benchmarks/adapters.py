@@ -33,7 +33,6 @@ _SCALE = 0.01
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures without adapters, and with each number of adapters."""
     counts = [int(count) for count in options.adapters.split(",")]
     if min(counts) < 0 or max(counts) < 1:
         raise InvalidConfigError(
@@ -76,7 +75,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _loaded(rt: Runtime, number: int, options: argparse.Namespace) -> float:
-    """Load a random adapter of all matrices, and return the seconds that it took."""
     rng = np.random.default_rng((options.seed, number))
     shapes = rt.adapter_shapes(options.rank)
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}

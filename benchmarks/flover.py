@@ -163,7 +163,6 @@ class SectionVI:
         return replace(policy, iteration=Static(window_s=window_s))
 
     def _window(self, paper_ms: float) -> Policy:
-        """Return dynamic batching with another window."""
         iteration = Static(window_s=self.seconds(paper_ms))
         name = f"window_{paper_ms}ms"
         return replace(PRESETS["triton_window"], name=name, iteration=iteration)
@@ -201,7 +200,6 @@ def timeline(done: Sequence[Completion]) -> list[dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the whole section."""
     if options.quick:
         options.max_requests, options.output_tokens, options.repeats = 4, 8, 1
     if options.max_requests < 1 or options.output_tokens < 8:

@@ -26,7 +26,6 @@ START_SHARE = 0.5
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every policy's figures at every rate."""
     policies = parse_policies(options.policies)
     given = None if options.rates is None else numbers(options.rates, "--rates")
     sweep.geometric(1.0 if options.start_rate is None else options.start_rate, options.factor)

@@ -287,7 +287,6 @@ def described(talks: Sequence[Talk]) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the curves of every panel."""
     panels = panels_of(options)
     drawn = {
         rounds: drawn_talks(options, rounds) for rounds in {each.min_rounds for each in panels}

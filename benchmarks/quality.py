@@ -103,7 +103,6 @@ def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: floa
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every format, and what they were measured on."""
     formats = options.formats.split(",")
     if unknown := [each for each in formats if each not in FORMATS]:
         raise InvalidConfigError(f"formats {unknown} are unknown; give some of {FORMATS}")
@@ -217,7 +216,6 @@ def _measured(
 
 
 def show_result(result: dict[str, Any]) -> None:
-    """Print the table, and warnings."""
     base = result["unquantised"]
 
     def of_format(template: str) -> Callable[[dict[str, Any]], str]:

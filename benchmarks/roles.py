@@ -34,7 +34,6 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both fleets, and whether their answers have the same tokens."""
     from jaxserve import Fleet
 
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
@@ -56,8 +55,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @final
 class _Arrivals:
-    """When the tokens of one answer arrived, in seconds since its submission."""
-
     def __init__(self) -> None:
         self.at_s: list[float] = []
         self._begin_s = time.perf_counter()

@@ -201,7 +201,6 @@ RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every model's figures under every policy, all requests at once and arriving."""
     items, predictions = _requests(options)
     costs = dict(machines())
     offline = {
@@ -240,7 +239,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _requests(
     options: argparse.Namespace,
 ) -> tuple[list[WorkloadItem], list[LengthPrediction | None]]:
-    """Return prompts and lengths of ShareGPT, and the predictions of them."""
     from jaxserve.models.tokenizer import Tokenizer
     from jaxserve.workload import sharegpt
 

@@ -130,7 +130,6 @@ PLANS = "1,tensor:2,tensor:4,tensor:8,4+4,2+3+3,3x4+3x2+1+1"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
     options = build_parser().parse_args(arguments)
     # Set before JAX is imported; it has no effect with GPUs.
     flag = f"--xla_force_host_platform_device_count={options.host_devices}"

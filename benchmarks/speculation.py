@@ -74,7 +74,6 @@ def prompts_of(kind: str, texts: Sequence[str], seed: int) -> list[list[dict[str
 
 
 def _program(rng: random.Random, name: str) -> str:
-    """Return a few Python functions that use a name."""
     functions = []
     for verb in rng.sample(_VERBS, 4):
         other = rng.choice([each for each in _NAMES if each != name])
@@ -117,7 +116,6 @@ _PEERS = ("llamacpp", "vllm")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every kind of prompt and number of requests."""
     kinds = _kinds("--kinds", options.kinds, KINDS)
     compared_kinds = _kinds("--compare-kinds", options.compare_kinds or options.kinds, kinds)
     counts = whole_numbers(options.requests, "--requests")
@@ -189,7 +187,6 @@ def _case(
 
 
 def _peers(options: argparse.Namespace) -> dict[str, Peer]:
-    """Return the peers of `--compare`, which answer all prompts and the smaller numbers of them."""
     peers = {} if options.compare is None else named(options.compare)
     if unable := sorted(set(peers) - set(_PEERS)):
         raise InvalidConfigError(f"--compare {unable} do not look up; pass some of {_PEERS}")
@@ -197,7 +194,6 @@ def _peers(options: argparse.Namespace) -> dict[str, Peer]:
 
 
 def _items(rt: Runtime, prompts: list[Any], output_tokens: int) -> list[WorkloadItem]:
-    """Return the prompts, each with the length of its answer, for engines that ignore its end."""
     done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
     return [
         WorkloadItem(
@@ -236,7 +232,6 @@ def _compared(
 def _played(
     rt: Runtime, prompts: list[Any], output_tokens: int
 ) -> tuple[Figures, list[Completion]]:
-    """Return the figures of one run, with nothing in the prefix cache, and the answers."""
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)

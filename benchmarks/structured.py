@@ -47,7 +47,6 @@ SCHEMAS: tuple[dict[str, Any], ...] = tuple(
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures with grammars and without."""
     found: dict[str, list[Figures]] = {"with": [], "without": []}
     with Runtimes(options) as open_runtimes:
         rt = open_runtimes.open(parse_policies(options.policies)[0])
@@ -94,7 +93,6 @@ def _free(options: argparse.Namespace, num_tokens: int) -> SamplingParams:
 def _played(
     rt: Runtime, items: list[WorkloadItem], params: list[SamplingParams]
 ) -> tuple[Figures, list[int]]:
-    """Return the figures of one run, with nothing in the prefix cache, and the answers' lengths."""
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     answers = rt.generate([list(item.prompt_token_ids) for item in items], params, progress=True)

@@ -45,7 +45,6 @@ Play = Callable[[str, float | None], dict[str, Any]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the points of every sweep, and comparisons of our policy on each workload."""
     names = _chosen(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
@@ -149,7 +148,6 @@ def _requests(workload: Workload, options: argparse.Namespace, sizes: Sizes) -> 
 def _measured_cost(
     name: str, application: str, options: argparse.Namespace, sizes: Sizes, record: Record
 ) -> Any:
-    """Return measured seconds of the application's tasks; None if no sweep needs them."""
     if options.costs != "measured" and not options.measured:
         return None
     from jaxserve.cells.measure import measure_cells

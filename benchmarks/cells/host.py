@@ -46,7 +46,6 @@ _PARTS = ("unfolding_s", "serving_s", "scheduling_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the nodes a second of each application."""
     record = Record(
         options.output,
         options.budget,
@@ -188,8 +187,6 @@ _VALUE = np.zeros(1, np.float32)
 
 @final
 class _Handle:
-    """A `CellHandle` that is ready at once."""
-
     def __init__(self, tasks: TaskGroup | None, results: TaskResults):
         self.tasks = tasks
         self._results = results

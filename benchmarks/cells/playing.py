@@ -238,6 +238,5 @@ def _numbers(stats: Any) -> dict[str, float]:
 
 
 def _counts(stats: Any, before: dict[str, float]) -> dict[str, Any]:
-    """Return the run's own counters, and the mean rows of a task that have a node."""
     own = {name: value - before.get(name, 0) for name, value in _numbers(stats).items()}
     return {**own, "average_batch": own["num_nodes"] / own["num_tasks"]}

@@ -36,7 +36,6 @@ Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every policy's figures at every rate, for each set of conversations."""
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     rates = numbers(options.rates, "--rates")
     rounds = numbers(options.min_rounds, "--min-rounds")
@@ -112,7 +111,6 @@ def _ratio(served: float | None, stateless: float | None) -> float | None:
 
 
 def _device(runtimes: Runtimes) -> Play:
-    """Play on the device, with a runtime for each policy."""
     opened: dict[str, Runtime] = {}
 
     def play(policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
@@ -126,8 +124,6 @@ def _device(runtimes: Runtimes) -> Play:
 
 
 class _Simulator:
-    """Plays on the simulated executor, with step times that are measured once."""
-
     def __init__(self, runtimes: Runtimes, policies: dict[str, Policy]):
         with closing(runtimes.open(next(iter(policies.values())))) as rt:
             self._config: EngineConfig = rt.config

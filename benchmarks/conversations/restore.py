@@ -50,7 +50,6 @@ FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every situation, length and way, as many as the budget allows."""
     lengths = whole_numbers(options.lengths, "--lengths")
     record = Record(
         options.output,
@@ -89,8 +88,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @final
 class _Server:
-    """One engine for all runs, with executables for every way."""
-
     def __init__(self, options: argparse.Namespace, longest: int):
         enable_compilation_cache()
         model = _model(options, platform_defaults().dtype)
@@ -183,7 +180,6 @@ class _Server:
         }
 
     def _begin(self, way: str) -> None:
-        """Clear the state of the previous run."""
         self._engine.drain()
         self._num_runs += 1
         restore = "on_admission" if way == "on_device" else way

@@ -32,7 +32,6 @@ _TRACED_TOKENS = 64
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every batch."""
     import jax.numpy as jnp
 
     from benchmarks.common import environment, roofline

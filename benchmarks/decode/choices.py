@@ -32,7 +32,6 @@ LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both layouts at every batch size."""
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
     sizes = whole_numbers(options.batches, "--batches")
     record = Record(

@@ -25,7 +25,6 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every batch."""
     import torch
     from transformers import GenerationConfig
 
@@ -60,7 +59,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _model(options: argparse.Namespace, device: Any) -> Any:
-    """Return a model with random weights, made on the device."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -91,7 +89,6 @@ def _batching(options: argparse.Namespace, max_requests: int) -> dict[str, Any]:
 def _measure(
     manager: Any, size: int, options: argparse.Namespace, vocab_size: int
 ) -> dict[str, Any]:
-    """Time a batch with answers of full length, and with answers of one token."""
     prompts = iter(
         np.random.default_rng(size).integers(0, vocab_size, (4, size, options.prompt_tokens))
     )

@@ -15,7 +15,6 @@ BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 16384)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the prediction of every batch and context that fit in memory."""
     batches = whole_numbers(options.batches, "--batches")
     contexts = whole_numbers(options.contexts, "--contexts")
     rows = []

@@ -188,7 +188,6 @@ _PLANNED_LEVEL = 0.995
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every figure and table, the gains, and what Algorithm 1 alone would miss."""
     models = tuple(options.models.split(","))
     unknown = [model for model in models if model not in MODELS]
     if unknown:
@@ -250,7 +249,6 @@ def _checked(
 
 
 def _mean_gains(points: list[dict[str, Any]], of: str) -> dict[str, float | None]:
-    """Return the mean gains of the scenarios of figures 6 and 8, and of both."""
     return {
         name: _mean_gain([p for p in points if name == "all" or p["figure"] == number], of)
         for name, number in (("small", 6), ("large", 8), ("all", 0))
@@ -279,7 +277,6 @@ def _mean_gain(
 
 
 def _played(points: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the shares of answers that kept their bounds, over all played schedules."""
     runs = [run for point in points for run in point.get("played", ())]
     if not runs:
         return None

@@ -177,7 +177,6 @@ class _Session:
         self.num_rounds += 1
 
     def _runtime(self, runtimes: Runtimes, preset: Policy, batch: int) -> Runtime:
-        """Return the runtime of a policy and batch size, which stays open."""
         known = preset.name, batch
         if known not in self._open:
             self._open[known] = runtimes.open(preset, max_slots=batch)
@@ -214,7 +213,6 @@ class _Session:
             self._play(rt, adopted, asked, named, bound_s=bound_s, longest=longest)
 
     def bounds(self, task: str) -> list[float]:
-        """Return a task's bounds, from the first run of each static batch."""
         p99_s = [
             each["p99_s"]
             for each in self.runs
@@ -223,7 +221,6 @@ class _Session:
         return bounds_of(p99_s) if p99_s else []
 
     def summary(self, task: str) -> list[dict[str, Any]]:
-        """Return each bound of a task with the best of every policy, and the plan's figures."""
         runs = [each for each in self.runs if each["task"] == task]
         own = [each for each in runs if "failed" not in each]
         policies = (STATIC, *self.options.policies.split(","))
@@ -253,7 +250,6 @@ class _Session:
         return points
 
     def simulated(self) -> dict[str, Any]:
-        """Return the errors of the simulations of the first runs, by configuration."""
         errors = [
             {name: each[name] for name in ("task", "policy", "batch")} | each["error"]
             for each in self.runs
@@ -311,7 +307,6 @@ class _Session:
         )
 
     def _times_of(self, rt: Runtime) -> StepTimes:
-        """Return the step times of a runtime's configuration, measured once for each task."""
         slots = rt.config.max_slots
         if slots not in self._times:
             self._times[slots] = rt.measure_step_times(rounds=1)

@@ -300,7 +300,6 @@ def groups_of(deployment: Deployment, schedule: Schedule) -> tuple[Pipeline, Pip
 
 
 def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: bool) -> int:
-    """Return the pages of KV that fit next to the weights on the fullest device."""
     model = deployment.model
     has_encoder = holds_encoder and not model.is_decoder_only
 

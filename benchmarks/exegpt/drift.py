@@ -203,7 +203,6 @@ def measure(setting: Setting, drift: Drift, *, seed: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of every drift."""
     setting = Setting.of(SCENARIO, options.bound, options.before, options.after)
     wanted = options.only.split(",")
     if unknown := sorted(set(wanted) - set(STATISTICS)):

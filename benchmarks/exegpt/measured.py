@@ -61,7 +61,6 @@ class Case:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return measured and simulated figures of every schedule, and whether tokens agree."""
     # Read when JAX starts its devices.
     if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
@@ -106,7 +105,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-    """Return whether all tokens agree, and the errors of the simulations."""
     schedules = result["schedules"]
     agree = [each["tokens_agree"] for each in (*schedules, *result["policies"])]
     found: dict[str, Any] = {
@@ -142,7 +140,6 @@ class _Session:
         return {"policy": policy.name, "tokens_agree": self._agrees(done)}
 
     def measured(self, case: Case) -> Figures:
-        """Return the figures of a schedule on its devices and simulated."""
         from jaxserve.planning import simulate
 
         runs, agree = [], True
@@ -191,14 +188,12 @@ class _Session:
 
 
 def _measured_cost(rt: Runtime, groups: str) -> StepCost:
-    """Return the current step times of these devices."""
     if "/" in groups:
         return rt.measure_group_times(rounds=1).costs()
     return rt.measure_step_times(rounds=1)
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:
-    """Return throughput, latencies from admission to end, and the first token's from submission."""
     spent, first = [], []
     for completion in done:
         if completion.error is not None:
@@ -214,7 +209,6 @@ def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:
 
 
 def _items(options: argparse.Namespace, vocab_size: int) -> list[WorkloadItem]:
-    """Return requests with random prompts, and lengths around their means."""
     rng = np.random.default_rng(options.seed)
     items = []
     for _ in range(options.num_requests):
@@ -234,7 +228,6 @@ def _items(options: argparse.Namespace, vocab_size: int) -> list[WorkloadItem]:
 
 
 def _model(name: str) -> Any:
-    """Return a model with random weights: a tiny one of the tests, or of a known model's shape."""
     from flax import nnx
 
     from jaxserve.models.families.llama import Llama, LlamaConfig

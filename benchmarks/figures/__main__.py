@@ -231,7 +231,6 @@ def _spliced(path: Path, text: str, between: str) -> str:
 
 
 def _identifier(path: Path) -> str | None:
-    """Return the identifier of the result that a figure was drawn from, if it has one."""
     if not path.exists():
         return None
     found = _IDENTIFIER.search(path.read_text(encoding="utf-8"))

@@ -122,8 +122,6 @@ def _lost(whole: Place) -> str:
 
 
 def _of_policy(figure: str, form: str, *, links: bool = False, optional: bool = False) -> Cell:
-    """Show a figure of a comparison for the policy of the row."""
-
     def cell(row: Place) -> str:
         of = number(figure, row.at[3], form=form, links=links, optional=optional)
         return of(row.above(2))

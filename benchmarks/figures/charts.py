@@ -230,7 +230,6 @@ def conversations(number: int, result: Result) -> Figure:
 
 
 def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
-    """Draw latency over the requests served, with one line for each policy."""
     figure = canvas(7, 3.6)
     axes = figure.subplots()
     for policy, _ in result.items(*at):
@@ -369,7 +368,6 @@ _COLUMNS = 2
 
 
 def _panels(result: Result) -> Figure:
-    """Draw normalised latency over throughput, a plot for each set of conversations."""
     sets = [s for s, _ in result.items("sets")]
     num_rows = -(-len(sets) // _COLUMNS)
     figure = canvas(8, 0.4 + 2.3 * num_rows)
@@ -545,7 +543,6 @@ def _workloads(result: Result, number: int) -> list[tuple[str, str]]:
 
 
 def _sweeps(result: Result, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the workloads with these names, and how each was run."""
     points = [point for _, point in result.items("points")]
     found = dict.fromkeys((point["application"], point["how"]) for point in points)
     return [workload for workload in found if workload[0] in names]
@@ -626,7 +623,6 @@ def _at_low_load(result: Result, workload: tuple[str, str]) -> list[tuple[str, t
 
 
 def _points_of(result: Result, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the policy and the place of each point of a workload."""
     return [
         (point["policy"], ("points", index))
         for index, point in result.items("points")
@@ -635,7 +631,6 @@ def _points_of(result: Result, workload: tuple[str, str]) -> list[tuple[str, tup
 
 
 def _rate(result: Result, at: tuple[Any, ...]) -> float | None:
-    """Return the rate of arrivals; None for all requests at once."""
     return result.optional(*at, "rate")
 
 

@@ -215,7 +215,6 @@ def _per_s(value: float | None) -> str:
 
 
 def _rate(*keys: str) -> Callable[[Place], str]:
-    """Show a throughput or a latency, "NS" where no schedule keeps the bound."""
     return lambda row: _per_s(row.get(*keys))
 
 
@@ -247,7 +246,6 @@ def _gains(result: Result, link: str) -> str:
 
 
 def _kept(result: Result) -> str:
-    """Return how many simulated answers kept their bounds."""
     played = result.get("played")
     if played is None:
         return ""
@@ -286,7 +284,6 @@ def _gain(row: Place) -> str:
 
 
 def _within(row: Place) -> str:
-    """Show the share of answers within the bound when the plan was played."""
     point = row.get()
     # The best of RRA and WAA is played too, if the plan differs from it.
     played = [run for run in point.get("played", ()) if run["policy"] == point["policy"]]
@@ -313,7 +310,6 @@ def _points(figure: str) -> tuple[Column, ...]:
 
 
 def _schedule(point: _Point) -> str:
-    """Return a plan's schedule in a few words."""
     if "policy" not in point:
         return "none"
     if point["policy"] == "continuous":

@@ -103,7 +103,6 @@ S3 = Table(
 
 
 def _last_points(whole: Place) -> Iterator[Place]:
-    """Yield every policy's point at its highest rate, for each set of conversations."""
     return (curve.inside("points", -1) for curve in each("sets", ..., "policies", ...)(whole))
 
 
@@ -184,7 +183,6 @@ def _pensieve_columns(whole: Place) -> tuple[Column, ...]:
 
 
 def _reached_bounds(whole: Place) -> Iterator[Place]:
-    """Yield the curves of panels with `auto` that reach the bound."""
     return (
         curve
         for curve in each("sets", ..., "policies", ...)(whole)

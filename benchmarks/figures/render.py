@@ -85,8 +85,6 @@ class Table:
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a result for `str.format_map`."""
-
     def __init__(self, result: Result):
         super().__init__()
         self._result = result

@@ -44,7 +44,6 @@ _RECORDED_WITHIN_S = 10.0
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of all ways for each number of connections."""
     from jaxserve.server import ServerOptions, running
 
     peers = named(options.compare)
@@ -221,7 +220,6 @@ def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
 
 
 def _counts(text: str) -> list[int]:
-    """Return numbers of connections, for argparse."""
     if not all(each.isdecimal() and int(each) > 0 for each in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,64")
     return [int(each) for each in text.split(",")]

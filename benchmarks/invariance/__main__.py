@@ -86,7 +86,6 @@ class Requests:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the number of pairs of each way, the differences, and the cost."""
     if options.pairs < 1:
         raise InvalidConfigError(f"--pairs is {options.pairs}; it must be at least 1")
     policy = parse_policies(options.policies)[0]
@@ -200,7 +199,6 @@ def _differing(scores: list[np.ndarray], reported: list[list[float]]) -> dict[st
 def _cost(
     open_runtimes: Runtimes, options: argparse.Namespace, requests: Requests
 ) -> dict[str, Any]:
-    """Return the throughput of both modes, all requests at once, in turns."""
     policy = parse_policies(options.policies)[0]
     runtimes = {
         name: open_runtimes.open(policy, deterministic=name == "deterministic", warmup=False)

@@ -37,7 +37,6 @@ _ROWS = 4
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the differences of each mode."""
     from jaxserve.execution.compilation import enable_compilation_cache
 
     modes = [mode.strip() for mode in options.modes.split(",")]
@@ -99,7 +98,6 @@ def _loaded(options: argparse.Namespace, dtype: str, quantize: str | None) -> Lo
 def _drawn(
     options: argparse.Namespace, mode: str, prompts: list[list[int]]
 ) -> list[tuple[tuple[int, ...], list[float]]]:
-    """Return the tokens of an answer to each prompt, and their log-probabilities as reported."""
     from flax import nnx
 
     from jaxserve import Runtime

@@ -43,7 +43,6 @@ from pallas_kernels.quantised_matmul.shapes import Configuration as Product
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every shape."""
     shapes, others = chosen(options.shapes, options.leave_out)
     if options.kv_dtype not in (None, *KV_DTYPES):
         raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
@@ -152,7 +151,6 @@ def _kv_bytes(shape: AttentionShape, page_dtype: jnp.dtype) -> int:
 
 
 def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tuple[int, int]:
-    """Return the bytes that must be moved, and the operations of both products."""
     queries = sum(queries for queries, _ in shape.rows)
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
     each = shape.num_heads * shape.head_dim
@@ -220,7 +218,6 @@ def _peer_us(peer: dict[str, Any] | None) -> str:
 
 
 def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return shape, microseconds, gigabytes a second, and the share of the bound."""
     return (
         row["shape"],
         f"{row['seconds'] * 1e6:,.1f}",

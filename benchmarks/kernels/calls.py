@@ -143,7 +143,6 @@ def _cell_seconds(configuration: Cell, implementation: str | None) -> float:
 
 
 def _chain_seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:
-    """Return the seconds of one call in the chain; `state` is donated to each chain."""
     compiled = jax.jit(chain, donate_argnums=0)
     times = []
     for _ in range(_REPEATS + 1):

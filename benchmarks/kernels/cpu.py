@@ -52,7 +52,6 @@ Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of every case, and its share of the machine's rates."""
     machine = measure_machine(jnp.float32)
     counts = [int(rows) for rows in options.rows.split(",")]
     cases: dict[str, Case] = {}
@@ -229,7 +228,6 @@ def _attention(rows: int, context: int, dtype: str, layers: int) -> Case:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    """Print the table."""
     columns = ("ms", "least ms", "Gflop/s", "GB/s", "of roofline")
     table = Table("case", *columns, box=None, header_style="bold")
     for name, figures in result["cases"].items():

@@ -487,7 +487,6 @@ PEERS: dict[str, Peer] = {
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every shape."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shapes, _ = chosen(options.shapes, options.leave_out)
     names = options.peers.split(",")

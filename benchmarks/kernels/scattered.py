@@ -30,7 +30,6 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of every way at every context."""
     contexts = whole_numbers(options.contexts, "--contexts")
     if min(contexts) < options.queries:
         raise InvalidConfigError(
@@ -48,7 +47,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace, context: int) -> Figures:
-    """Time the ways in turns, after one call of each that compiles and is checked."""
     shape = AttentionShape(
         name=f"{options.batch}x{options.queries}_of_{context}",
         num_heads=options.heads,

@@ -72,7 +72,6 @@ class WrongTilesError(JaxserveError):
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the best entry, which is written to the table, and every value that was tried."""
     kv_heads, group, head_dim = _heads_from(options.heads)
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -128,8 +127,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Timed:
-    """A shape with its inputs on the device."""
-
     def __init__(self, shape: AttentionShape, implementation: str):
         dtype = jnp.dtype("bfloat16")
         kv_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Submit all questions, and write each answer's line in the order of the questions."""
     from jaxserve import Runtime
 
     with ExitStack() as stack:
@@ -77,7 +76,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw(options: argparse.Namespace, rt: Runtime) -> list[Question]:
-    """Return questions in random order whose prompts are short enough."""
     from jaxserve.core.assets import fetch
     from jaxserve.core.errors import InvalidConfigError
     from jaxserve.workload import sharegpt

@@ -26,7 +26,6 @@ BATCHES = (1, 64)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a predictor, compare it with baselines, and time it."""
     try:
         return _run(options)
     except JaxserveError:
@@ -96,7 +95,6 @@ def _without_folder(data: str) -> str:
 
 
 def _latencies(predictor: LengthPredictor, prompts: list[str]) -> dict[str, float]:
-    """Return milliseconds a prompt by batch size, tokenization included."""
     from predictor.evaluation import milliseconds_a_prompt
 
     return {str(size): milliseconds_a_prompt(predictor.logits, prompts, size) for size in BATCHES}

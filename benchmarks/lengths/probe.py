@@ -35,7 +35,6 @@ _CALLS = 200
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a probe, compare it with survival alone, and time it."""
     from predictor.probe_training import compare_remaining
 
     predictor = load_predictor(options)
@@ -93,7 +92,6 @@ def _named(counts: Any) -> dict[str, int]:
 
 
 def _cost(done: TrainedProbe, options: argparse.Namespace) -> dict[str, Any]:
-    """Time decode iterations with and without the probe in turns, and the host's part."""
     from flax import nnx
 
     from jaxserve import Runtime
@@ -149,7 +147,6 @@ def _decode(rt: Runtime, size: int, num_tokens: int) -> None:
 
 
 def _refinement_s(refinement: Refinement, size: int) -> float:
-    """Time the host's work on one reading of every sequence of a batch."""
     beliefs = refinement.first(None, size)
     passed, logits = np.full(size, refinement.interval), np.zeros((size, refinement.buckets.num))
     return _mean_s(lambda: refinement.refined(beliefs, passed, logits))

@@ -198,7 +198,6 @@ _SETTLING_S = 0.02
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of whole runs, and everything that is needed to repeat them."""
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
 
@@ -239,7 +238,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_once(rt: Runtime, items: list[WorkloadItem]) -> Figures:
-    """Generate all answers, with nothing in the prefix cache."""
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     done = rt.generate(

@@ -30,7 +30,6 @@ HERE, OTHER = "here", "against"
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the points of this checkout and, if one is given, of the other."""
     job = {
         "policies": [policy.name for policy in parse_policies(options.policies)],
         "contexts": whole_numbers(options.contexts, "--contexts"),
@@ -62,7 +61,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _points(job: dict[str, Any], checkout: Path) -> list[Figures]:
-    """Measure a checkout in a new process."""
     done = subprocess.run(
         [sys.executable, host_time.__file__, json.dumps(job)],
         env={**os.environ, "PYTHONPATH": str(checkout)},

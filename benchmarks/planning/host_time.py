@@ -62,8 +62,6 @@ class TimedExecutor:
 
 
 class _TimedPlan:
-    """A scheduler's `plan` that adds its CPU time to `spent_cpu_s`."""
-
     def __init__(self, plan: Any):
         self.spent_cpu_s = 0.0
         self._plan = plan

@@ -53,7 +53,6 @@ JUDGED = ("output_tokens_per_s", "latency_p99_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return measured and predicted figures of every policy, and the errors of the predictions."""
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     turns = in_turns(list(policies), options.repeats)
     runs: dict[str, list[Figures]] = {name: [] for name in policies}
@@ -98,7 +97,6 @@ def _play(
     times: StepTimes,
     label: str,
 ) -> Figures:
-    """Measure a run, and predict it by the step times."""
     items = arriving_items(options, rt)
     measured, _ = measure(rt, items, label=label)
     predictions = predictions_of(predictor, items, rt.tokenizer)

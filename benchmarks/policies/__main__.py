@@ -26,7 +26,6 @@ from benchmarks.common.workloads import ARRIVALS, add_arguments, arriving_items
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every policy's figures on the same requests."""
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     turns = in_turns(list(policies), options.repeats)
     runs: dict[str, list[Figures]] = {name: [] for name in policies}

@@ -50,7 +50,6 @@ _NOISE = {"none": None, "marginal": float("inf"), "informed": 0.7}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every policy, with each predictor, workload and pool."""
     policies = parse_policies(options.policies)
     workloads = options.workloads.split(",")
     cases = [

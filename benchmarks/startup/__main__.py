@@ -18,7 +18,6 @@ from benchmarks.startup.starts import cold_cache, start
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of cold and of warm starts."""
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "filling": [], "warm": []}
     for _ in in_turns([options.model], options.repeats):
         with cold_cache() as folder:
@@ -38,7 +37,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median figures, and the executables of the last run."""
     executables = runs[-1]["executables"]
     numbers = [{k: v for k, v in one.items() if k != "executables"} for one in runs]
     return {**summary(numbers), "executables": executables}

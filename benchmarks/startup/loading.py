@@ -51,7 +51,6 @@ _SAMPLE_S = 0.01
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
     options = build_parser().parse_args(arguments)
     if options.load is not None:
         print(json.dumps(_load(options.load, options.dtype)))

@@ -10,7 +10,6 @@ _SHOWN = 8
 
 
 def main() -> None:
-    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import dynet_config
 

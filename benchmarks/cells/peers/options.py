@@ -240,7 +240,6 @@ def _interleaved(
 
 
 def _agreeing(values: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:
-    """Return the share of requests whose first values agree with ours."""
     same = [
         float(np.linalg.norm(np.subtract(a, b))) <= _TOLERANCE * float(np.linalg.norm(b))
         for a, b in zip(values, reference, strict=True)

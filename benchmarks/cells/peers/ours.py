@@ -15,7 +15,6 @@ _MOST_LOSS = 0.1
 
 
 def main() -> None:
-    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import numpy as np
 

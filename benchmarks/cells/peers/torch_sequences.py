@@ -12,7 +12,6 @@ _SHOWN = 8  # values of each answer that are compared
 
 
 def main() -> None:
-    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import numpy as np
     import torch

@@ -11,7 +11,6 @@ _SHOWN = 8
 
 
 def main() -> None:
-    """Serve the job's requests and print the result."""
     begin_s = time.perf_counter()
     import numpy as np
     import torch

@@ -15,7 +15,6 @@ from llamacpp_server import slot_context
 
 
 def main() -> None:
-    """Serve the job's model until a signal."""
     from xllamacpp import CommonParams, Server, ggml_type
 
     with open(sys.argv[1], encoding="utf-8") as file:

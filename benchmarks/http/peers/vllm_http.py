@@ -11,7 +11,6 @@ from vllm_offline import set_environment
 
 
 def main() -> None:
-    """Become the server of the job's model."""
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
     set_environment(job)

@@ -373,7 +373,6 @@ def _num_same(result: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
 
 
 def _best_of(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the fastest member of every group whose members all ran."""
     best = {}
     for group, members in GROUPS.items():
         rates = {name: figures[name]["output_tokens_per_s"] for name in members if name in figures}
@@ -441,7 +440,6 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
 
 
 def _fewer(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of requests of `--fewer-requests`."""
     found = [each for each in options.fewer_requests.split(",") if each]
     if not all(each.isdecimal() and 0 < int(each) < options.num_requests for each in found):
         raise InvalidConfigError(

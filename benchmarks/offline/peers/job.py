@@ -185,7 +185,6 @@ def write_job(
 
 
 def _has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers."""
     about = Path("/proc/cpuinfo")
     flags = set(about.read_text(encoding="utf-8").split()) if about.is_file() else set()
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -21,7 +21,6 @@ LOOKUP = "ngram-cache"
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)

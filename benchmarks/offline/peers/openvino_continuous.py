@@ -11,7 +11,6 @@ from answering import timed
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     import openvino
     import openvino_genai

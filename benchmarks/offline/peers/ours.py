@@ -11,7 +11,6 @@ from benchmarks.offline.peers.answering import timed
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     from jaxserve import Runtime, SamplingParams
 

@@ -11,7 +11,6 @@ MAX_BATCH_TOKENS = 512  # of one step; its default is made for GPUs and for long
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     import torch
     from answering import (

@@ -11,7 +11,6 @@ from answering import timed
 
 
 def main() -> None:
-    """Answer the job's requests in their order, a batch at a time, and print the result."""
     begin_s = time.perf_counter()
     import torch
     from transformers import AutoModelForCausalLM

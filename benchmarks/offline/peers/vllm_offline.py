@@ -16,7 +16,6 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4
 
 
 def main() -> None:
-    """Answer the job's requests, all submitted at once, and print the result."""
     begin_s = time.perf_counter()
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
