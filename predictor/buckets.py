@@ -64,7 +64,6 @@ class LengthBuckets:
 
     @classmethod
     def equal_width(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
-        """Make buckets of width `max_length / num`, as in the paper."""
         _check(max_length, num, most=max_length)
         return cls._rounded(np.linspace(0, max_length, num + 1), max_length, num)
 

@@ -22,9 +22,7 @@ TOKEN_BUCKETS = (32, 64, 128, 256, 512)
 class Example:
     """A prompt and the number of tokens of its answer.
 
-    Attributes:
-      conversation: id of the prompt's conversation, which a split keeps whole; "" stands for a
-        conversation of this prompt alone.
+    A split keeps a `conversation` id whole; "" stands for a conversation of this prompt alone.
     """
 
     prompt: str
@@ -61,7 +59,6 @@ def read_jsonl(path: Path) -> Iterator[Example]:
 
 
 def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
-    """Write examples in the format that `read_jsonl` reads."""
     with path.open("w", encoding="utf-8") as file:
         for example in examples:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")

@@ -60,7 +60,6 @@ class LengthDistributions:
     def after(
         self, elapsed: Int[np.ndarray, " sequences"] | int
     ) -> Float[np.ndarray, "sequences buckets"]:
-        """Return P(bucket | L > elapsed)."""
         return self._after(self._column(elapsed))[0]
 
     def expected_remaining(
@@ -154,6 +153,7 @@ class LengthDistributions:
         return rate, tail
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
+        """Return the share of each bucket's lengths that are over t."""
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:

@@ -40,7 +40,7 @@ class EncoderConfig:
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> EncoderConfig:
-        """Read a Hugging Face config.json that was parsed to a dictionary.
+        """Read a parsed Hugging Face config.json.
 
         Raises:
           ValueError: the model type or its activation is not supported.
@@ -260,11 +260,7 @@ _DISTILBERT = {
 
 
 def config_of(folder: Path) -> EncoderConfig:
-    """Read the encoder's configuration from a Hugging Face folder.
-
-    Raises:
-      ValueError: config.json is missing, or its model type is not supported.
-    """
+    """Read a Hugging Face folder's config; raises ValueError if it is missing or unsupported."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(

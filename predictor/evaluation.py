@@ -203,7 +203,6 @@ class Contender:
     reserved: dict[float, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON, with the evaluation's metrics at its top level."""
         figures = vars(self.evaluation) | {
             "calibration_error": self.evaluation.calibration_error,
             "promises": {

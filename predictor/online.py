@@ -124,7 +124,6 @@ class ReplayBuffer:
             self._items.append(observation)
 
     def sample(self, num: int, random: np.random.Generator) -> list[Observation]:
-        """Draw `num` observations with replacement."""
         weights = np.asarray([self.favour if item.is_wrong else 1.0 for item in self._items])
         drawn = random.choice(len(weights), num, p=weights / weights.sum())
         return [self._items[index] for index in drawn]
@@ -144,7 +143,6 @@ def pack(observations: Iterable[Observation], prefix: str) -> dict[str, np.ndarr
 
 
 def unpack(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Observation]:
-    """Return the observations that `pack` was given."""
     numbers = arrays[f"{prefix}_numbers"]
     tokens = np.split(arrays[f"{prefix}_tokens"], np.cumsum(numbers[:, 0])[:-1])
     return [
@@ -169,7 +167,6 @@ class Candidate:
         self.restart()
 
     def restart(self) -> None:
-        """Start over from the serving parameters."""
         self.params = self._predictor.params
         self._moments = self._optimizer.init(self.params)
 

@@ -131,7 +131,6 @@ def _fit(
     config: TrainingConfig,
     progress: bool,
 ) -> History:
-    """Train the head in place; it keeps the parameters of the best held-out loss."""
     labels = buckets.bucket_of(learned.remaining).astype(np.int32)
     judged = jnp.asarray(held_out.activations), jnp.asarray(buckets.bucket_of(held_out.remaining))
     num, size = len(labels), config.batch_size
@@ -248,8 +247,6 @@ def compare_remaining(
 @final
 @dataclass(frozen=True, eq=False)
 class _Prediction:
-    """A method's predictions, with `expected` the remaining length in tokens."""
-
     probabilities: Float[np.ndarray, "readings buckets"]
     expected: Float[np.ndarray, " readings"]
 

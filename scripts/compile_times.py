@@ -54,7 +54,6 @@ class Job:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, print and write the result; return the exit code."""
     return command(run, build_parser().parse_args(arguments))
 
 
@@ -77,7 +76,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_new_process(job: Job, way: str) -> dict[str, Any]:
-    """Return `compiled` from a process that has traced nothing yet."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(compiled, job, way).result()
 

@@ -174,7 +174,6 @@ STEPS = (
 
 
 def main() -> int:
-    """Check every kernel and step; return the exit code."""
     options = _parser().parse_args()
     mesh = h100()
     chosen = _subset() if options.subset else _ALL
@@ -270,7 +269,6 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
 
 
 def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
-    """Compile the mixed step and the decode loop of a Llama, and count what they do."""
     num_few, num_more = steps.num_layers
     more = _modules(steps, num_more, problems)
     for name, hlo in more.items():

@@ -33,7 +33,6 @@ _TOKENS = (1, 100, 2048)
 
 
 def main() -> int:
-    """Compare every product, and print what differs; return the exit code."""
     mesh, num_problems = h100(), 0
     products = {replace(each, tokens=1): None for each in CONFIGURATIONS}
     for product in products:

@@ -75,7 +75,6 @@ class Counts:
             return self.num_begun
 
     def follow(self, pending: Pending) -> None:
-        """Count the end of an accepted request."""
         with self._lock:
             self._open[pending.request_id] = 0
         pending.future.add_done_callback(self._ended)

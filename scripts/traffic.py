@@ -309,7 +309,6 @@ def _num_read(instructions: Sequence[_Instruction], name: str) -> float:
 
 
 def _roots(instructions: Sequence[_Instruction]) -> list[_Instruction]:
-    """Return the instructions that make the results of a fused computation."""
     by_name = {each.name: each for each in instructions}
     (root,) = (each for each in instructions if each.is_root)
     names = [name for name, _ in root.operands] if root.opcode == "tuple" else [root.name]

@@ -261,7 +261,6 @@ class PartRows:
         return self._part_of[row]
 
     def add(self, part: Part, num_rows: int) -> None:
-        """Add the rows of a part that has started; `num_rows` is the total of all parts."""
         num_new = num_rows - len(self._part_of)
         if num_new > 0:
             self._part_of += [None] * num_new

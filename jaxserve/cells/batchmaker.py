@@ -121,7 +121,6 @@ class NodeQueue:
         self.num_running += num
 
     def push(self, entry: SubgraphEntry, first_node: int) -> Release:
-        """Add the ready nodes of a subgraph that is released now."""
         waves = entry.waves
         moved = waves and Waves(waves.nodes + first_node, waves.numbers)
         release = Release(entry.nodes + first_node, moved)
@@ -152,7 +151,7 @@ class NodeQueue:
         return self.front[:most]
 
     def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
-        """Return the nodes of at most `most` next tasks, their sizes, and the nodes of later tasks.
+        """Return nodes and sizes of at most `most` next tasks, and the later nodes.
 
         None if it is not known that each task has all nodes that are ready then.
         """
@@ -190,6 +189,7 @@ class NodeQueue:
         self.num_ready = len(nodes)
 
     def keep(self, is_kept: np.ndarray) -> None:
+        """Drop the nodes of the front for which `is_kept` is false."""
         front = self.front[is_kept]
         self.num_ready -= len(self.front) - len(front)
         self.front = front
@@ -417,7 +417,6 @@ class OneWorkerScheduler:
         return self._last_of_each(after[self._inner_left[after] == 0])
 
     def _release(self, heads: np.ndarray) -> None:
-        """Count down the edges into subgraphs, and release those that wait for no other node."""
         if not len(heads):
             return
         np.subtract.at(self._outer_left, heads, 1)
@@ -455,6 +454,7 @@ class OneWorkerScheduler:
         return np.array(each, np.int64)
 
     def _last_of_each(self, nodes: np.ndarray) -> np.ndarray:
+        """Return the distinct nodes, ordered by their last occurrences."""
         if len(nodes) < 2:
             return nodes
         places = np.arange(len(nodes))
@@ -688,7 +688,6 @@ class BatchMakerScheduler:
     def _update(
         self, queue: _Queue, members: list[tuple[_Subgraph, list[int]]], worker: int
     ) -> None:
-        """Pin the subgraphs of a submitted task, and find the nodes that may follow in it."""
         num_taken = num_new = num_pinned = 0
         is_loop = queue.type.is_loop
         for subgraph, nodes in members:
@@ -779,7 +778,6 @@ class BatchMakerScheduler:
 
 
 def _form_batch(queue: _Queue, worker: int) -> tuple[list[int], list[tuple[_Subgraph, list[int]]]]:
-    """Return ready nodes that a worker may run, at most a full batch, and their subgraphs."""
     room = queue.type.max_batch
     nodes: list[int] = []
     members: list[tuple[_Subgraph, list[int]]] = []

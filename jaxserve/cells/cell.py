@@ -155,9 +155,6 @@ class Repeat(BaseCell):
 
 
 def _specs_of(cell: str, what: str, values: Mapping[str, HasShape]) -> dict[str, ValueSpec]:
-    """Return the specs of a cell's inputs or outputs; raises InvalidCellError if one is not an
-    array.
-    """
     found = {}
     for name, value in values.items():
         try:

@@ -72,6 +72,7 @@ class CellGraph:
 
     @cached_property
     def followers(self) -> list[int]:
+        """For each node its last successor; -1 for none."""
         found = [-1] * len(self)
         for node, before in enumerate(self.predecessors):
             for other in before:
@@ -80,6 +81,7 @@ class CellGraph:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
+        """For each node, the number of edges on the longest path to it."""
         depths: list[int] = []
         for before in self.predecessors:
             depths.append(1 + max((depths[other] for other in before), default=-1))
@@ -113,7 +115,6 @@ class CellGraph:
 
     @cached_property
     def inner_dependencies(self) -> tuple[int, ...]:
-        """For each node, the number of its predecessors in its own subgraph."""
         return self._partition.inner_dependencies
 
     @cached_property
@@ -221,7 +222,6 @@ def _nodes_of_trees(
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
-    """Return a graph in which each node takes an output of the previous one, all of one type."""
     found = _chains.get((type, num_nodes))
     if found is not None:
         return found
@@ -292,6 +292,7 @@ def _partition(graph: CellGraph) -> _Partition:
 
 
 def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
+    """Return for each node the first node of its subgraph, and its phase."""
     types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
     leader: list[int] = []  # a node of the same subgraph, finally its first one

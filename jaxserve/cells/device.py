@@ -252,7 +252,7 @@ class DeviceCells:
         return steps
 
     def time_tasks(self, type: int, size: int) -> float:
-        """Return the seconds of one task of a compiled size on the first device, measured once.
+        """Return the seconds of one task on the first device.
 
         The tasks run in one call, without nodes. Call it only while nothing else runs.
         """
@@ -367,6 +367,7 @@ class DeviceCells:
         return flags, emitted
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
+        """Start to read values, after copying absent ones; return (array, values of its rows)."""
         found = []
         pools, slots = self._table.places_of(np.array(values))
         for pool in set(pools.tolist()):

@@ -158,6 +158,7 @@ class Lanes:
 
     @property
     def num_rows(self) -> int:
+        """The exclusive upper bound of row ids."""
         return self._rows.num_rows
 
     def open_workers(self, among: Collection[int] | None = None) -> list[int]:
@@ -315,10 +316,7 @@ class CellEngine:
             self._end(part, "cancelled")
 
     def step(self) -> list[CellCompletion]:
-        """Submit the tasks that the policy schedules now; return the completions of ended requests.
-
-        The oldest tasks are collected if they are due.
-        """
+        """Submit the policy's tasks, collect the oldest ones if due, and return ended requests."""
         may_admit = self._admit()
         has_submitted = has_run = False
         workers = self._lanes.open_workers()
@@ -422,10 +420,12 @@ class CellEngine:
         return not any(map(operator.gt, num_slots, free))
 
     def _take_slots(self, num_slots: Sequence[int], sign: int) -> None:
+        """Take slots of each pool, or free them with the sign -1."""
         for pool, num in enumerate(num_slots):
             self._free_slots[pool] -= sign * num
 
     def _schedule(self, graph: FlatGraph, first_row: int) -> JaxserveError | None:
+        """Add a graph to the scheduler under the next key; return an error if it is refused."""
         try:
             self._scheduler.add(self._next_key, graph.graph, first_row, self._clock.now())
         except JaxserveError as error:
@@ -435,10 +435,7 @@ class CellEngine:
         return None
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
-        """Return the error for a graph that could never be admitted, or None.
-
-        Any thread may call it.
-        """
+        """Return the error for a graph that could never be admitted, or None; thread-safe."""
         return _too_many_values(self._layout, num_slots, self._executor.num_slots)
 
     def _submit(self, worker: int) -> bool:
@@ -460,6 +457,7 @@ class CellEngine:
         return True
 
     def _begin(self, tasks: TaskGroup, now_s: float) -> list[CellAnswer]:
+        """Record the tasks of a submitted call; return the requests that begin with it."""
         begun = [part.answer for part in self._rows.begin(tasks.array)]
         for answer in begun:
             answer.begin(now_s)

@@ -159,7 +159,6 @@ class NodeRows:
     _free: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self, num: int) -> int:
-        """Return the first id of a range for `num` rows."""
         size = _range_size(num)
         free = self._free.get(size)
         if free:

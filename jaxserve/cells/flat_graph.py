@@ -157,6 +157,7 @@ def _words_of_a_tree(tree: Tree, layout: Layout) -> np.ndarray:
 
 
 def _is_small(chain: Node, layout: Layout) -> bool:
+    """Return whether all constants that differ between the nodes of a chain are small."""
     block, t = chain.block, layout.types[layout.index_of[chain.cell.key]]
     assert isinstance(block, Chain)
     pairs = zip(block.each, t.words, strict=True)

@@ -122,7 +122,6 @@ class Graph:
 
 
 def parts_of(result: Result) -> Sequence[Output]:
-    """Return the node outputs that a graph's output consists of."""
     if isinstance(result, Output):
         return (result,)
     return (result.output,) if isinstance(result, Steps) else result
@@ -202,7 +201,7 @@ def _check_reference(what: str, value: Any, num_nodes: int) -> None:
 
 
 def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the indices of nodes, dependencies first; raises CyclicGraphError."""
+    """Return the indices of nodes, dependencies first."""
     num_left = [0] * len(inputs)
     successors: list[list[int]] = [[] for _ in inputs]
     for index, given in enumerate(inputs):

@@ -194,6 +194,7 @@ class PlanBuilder:
 
     @property
     def kept(self) -> tuple[int, ...]:
+        """The kept values that its nodes take, in the previous graph's numbering."""
         return tuple(self._kept)
 
     def add(self, t: TypeLayout, node: Node) -> None:
@@ -260,7 +261,6 @@ class PlanBuilder:
         bases: Sequence[int],
         constants: Sequence[LargeConstant],
     ) -> np.ndarray:
-        """Return the codes of all columns; `bases` are those of the first slot of each pool."""
         layout, num_nodes = self._layout, len(self._types)
         pools = layout.output_pools[self._types]
         of_values = np.reshape(slots, (num_nodes, layout.stride))

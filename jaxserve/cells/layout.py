@@ -173,7 +173,6 @@ def words_of(value: np.ndarray) -> np.ndarray:
 
 
 def words_of_each(values: np.ndarray) -> np.ndarray:
-    """Return the words of one or more constants [n, words]; see `words_of`."""
     num, num_bytes = len(values), values[0].nbytes
     if num_bytes % 4 == 0 and values.flags.c_contiguous:
         return values.reshape(num, -1).view(np.int32)

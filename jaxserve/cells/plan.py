@@ -162,6 +162,7 @@ class _Search:
         return float(np.quantile(self._latencies(settings, self._arrivals / rate), self._quantile))
 
     def _alone_s(self, settings: list[int]) -> float:
+        """Return the quantile of latencies of requests that never overlap."""
         apart_s = np.arange(len(self._graphs)) * self._bound_s * 1e3
         return float(np.quantile(self._latencies(settings, apart_s), self._quantile))
 

@@ -398,6 +398,7 @@ class _Tasks:
         return (pools[self._done][flag_slot // 2] != 0) & (flag_slot % 2 == 0)
 
     def _step(self, params, inputs, before) -> tuple[list[Array], Array | None, Array]:
+        """Return the outputs, for a loop whether each row has ended, and the flags."""
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs)
         values = [outputs[name] for name in self._type.cell.outputs]
@@ -491,7 +492,6 @@ def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
 
 
 def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Array:
-    """Set the slots of several outputs of a task, which are in one pool, in one copy."""
     return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
 
 
@@ -504,7 +504,6 @@ def _where(rows: Array, some: Array, others: Array) -> Array:
 
 
 def _finite(values: list[Array], batch: int, *, allows_infinite: bool) -> Array:
-    """Return for each row whether all its floating-point outputs may be returned."""
     finite = jnp.ones(batch, jnp.bool_)
     for value in values:
         if jnp.issubdtype(value.dtype, jnp.inexact):

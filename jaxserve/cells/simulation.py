@@ -188,7 +188,6 @@ class SimulatedCells:
         return ended, values
 
     def _run(self, node: int, task: Task) -> None:
-        """Check that a node may run now, and record that it ran."""
         assert node in self._graphs, f"node {node} of a graph that has left is in {task}"
         graph, first = self._graphs[node]
         number = node - first

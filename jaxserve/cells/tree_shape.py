@@ -144,11 +144,7 @@ def _shape(kinds: bytes) -> TreeShape:
 def checked_pairs(
     cell: str, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int
 ) -> np.ndarray:
-    """Return the pairs of a tree as an array.
-
-    Raises:
-      InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
-    """
+    """Return the pairs of a tree as an array; raises InvalidGraphError if they form no tree."""
     found = np.array(pairs, np.int32)
     numbers = found.ravel().tolist()
     if (

@@ -110,6 +110,7 @@ class ValueTable:
         return pools, self._rows[rows, self._layout.first_output + outputs]
 
     def constant_places(self, graph: FlatGraph, first_row: int) -> list[tuple[int, int]]:
+        """Return (pool, slot) of a graph's large constants, which no worker has yet."""
         found = []
         for pool, code, _ in graph.constants:
             begin = len(_RESERVED) + sum(graph.num_slots[:pool])
@@ -141,6 +142,7 @@ class ValueTable:
                 yield pool, slots
 
     def written(self, worker: int, type: int, rows: np.ndarray) -> None:
+        """Record that only this worker has the values that filled rows write."""
         t, first = self._layout.types[type], self._layout.first_output
         for number, pool in enumerate(t.output_pools):
             slots = rows[:, first + number]

@@ -98,7 +98,6 @@ def folded(module: Embedded | Leaf) -> FoldedLSTM | FoldedLeaf:
 
 
 def _in_chunks(rows_of: Callable[[jax.Array], _Rows], num: int) -> _Rows:
-    """Return the rows of the tokens 0 to `num - 1`, of one array or of each array of a tree."""
     ids = jnp.arange(num, dtype=jnp.int32)
     chunks = [rows_of(ids[i : i + _CHUNK]) for i in range(0, num, _CHUNK)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)

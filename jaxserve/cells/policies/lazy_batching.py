@@ -224,6 +224,7 @@ class LazyBatchingScheduler:
         return min(max_steps, self._expected_steps) if self._types[type].is_loop else 1
 
     def _admit(self, worker: int, now_s: float) -> None:
+        """Put waiting requests on top of the stack, while all are expected to keep the target."""
         running, stack = self._running[worker], self._stacks[worker]
         if not self._waiting or len(running) >= self._max_requests:
             return

@@ -101,7 +101,6 @@ class Padding:
 
 
 def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> _Parts:
-    """Return the parts of a chain, each loop alone; raises InvalidGraphError for other graphs."""
     parts: list[tuple[int, list[int]]] = []
     for node, type in enumerate(graph.types):
         if graph.predecessors[node] != ((node - 1,) if node else ()):
