@@ -337,7 +337,7 @@ class Counters:
 @final
 @dataclass
 class _Progress:
-    """The learner's position: `num_learned` of the `num_seen` observations are for training.
+    """The learner's position: of `num_seen` observations, `num_learned` went to the buffer.
 
     `compared_at` is the step of the last comparison, `lost_in_a_row` the consecutive lost ones.
     """

@@ -40,8 +40,11 @@ from jaxserve.execution.device_errors import out_of_memory_as
 class DeviceHandle:
     """A `CellHandle` of calls on a device.
 
-    `flags` are uint8 [max_fused, batch], or [rows] of all tasks in sequence. On a CPU the host
-    reads the arrays; otherwise it reads copies, which begin now.
+    Args:
+      flags: uint8 [max_fused, batch], or [rows] of all tasks in sequence; None without tasks.
+      emitted: for each emitted output [max_fused, batch, ...].
+      reads: (array, the values of its first rows).
+      copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
     """
 
     def __init__(

@@ -248,9 +248,9 @@ class _Flattener:
         return row * self._layout.stride + output.index
 
     def _structure(self) -> Hashable | None:
-        """Return the key of the plan, for graphs of chains and few calls; None otherwise.
+        """Return the key of the plan, for graphs of chains and few calls; None for other graphs.
 
-        None, too, for graphs with large constants, trees, or values of another graph.
+        It is also None for graphs with large constants, trees, or values of another graph.
         """
         nodes = self._graph.nodes
         if len(nodes) > _MAX_CALLS or self._graph.keep or isinstance(nodes[0].block, Tree):

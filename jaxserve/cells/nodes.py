@@ -16,7 +16,8 @@ from jaxserve.core.errors import UnknownInputError
 class ChainForm:
     """What chains share that differ only in their lengths and in the constants of their nodes.
 
-    `inputs` are the first node's, in the cell's order; None for constants.
+    `inputs` are the first node's, in the cell's order, with None for constants; `carry` is as in
+    `Chain`.
     """
 
     __slots__ = ("inputs", "carry")

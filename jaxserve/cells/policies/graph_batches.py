@@ -54,8 +54,8 @@ BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
 class Buckets:
     """Waiting graphs, by bucket, first come, first served; a batch has at most `max_graphs`.
 
-    Buckets take turns with `is_round_robin` (thesis, 2.7.1). Otherwise the one whose first graph
-    has waited longest is next.
+    `bucket_of` returns a graph's bucket. Buckets take turns in their order with `is_round_robin`
+    (thesis, 2.7.1). Otherwise the one whose first graph has waited longest is next.
     """
 
     def __init__(self, bucket_of: BucketOf, max_graphs: int, *, is_round_robin: bool):
