@@ -188,13 +188,11 @@ Logits = Callable[[Sequence[str]], np.ndarray]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One predictor's metrics on test requests.
+    """One predictor's metrics on test requests, after calibration.
 
-    Attributes:
-      evaluation: metrics after calibration.
-      missed: target miss rate -> share of requests that outgrew their reservations.
-      reserved: target miss rate -> mean reservation in tokens. Of two predictors that meet the
-        target, the one with the lower mean is better.
+    `missed` and `reserved` have, by target miss rate, the share of requests that outgrew their
+    reservations, and the mean reservation in tokens. Of two predictors that meet the target, the
+    one with the lower mean is better.
     """
 
     name: str

@@ -189,10 +189,9 @@ def _loss(
 @final
 @dataclass(frozen=True, kw_only=True)
 class RemainingFigures:
-    """One method's metrics, over the answers that were longer than `elapsed` tokens.
+    """One method's metrics, over the answers that were longer than `elapsed` tokens (None for all).
 
     Attributes:
-      elapsed: tokens generated so far; None for all readings together.
       num: number of readings.
       error_tokens: mean absolute difference between expected and true remaining length.
       accuracy: share of readings whose likeliest bucket of remaining length is the right one.

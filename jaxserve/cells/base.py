@@ -273,9 +273,7 @@ class BaseCell:
         return form
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-        """Return an input's constants of many nodes as an array of its dtype; raises
-        InputMismatchError.
-        """
+        """Return an input's constants of many nodes, checked, as an array of its dtype."""
         spec = self.inputs[name]
         if (array := as_constants(values, spec)) is None:
             raise InputMismatchError(
@@ -309,9 +307,7 @@ class BaseCell:
         return tuple(bound)
 
     def _named(self, only: tuple[Any, ...], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the input that was given without its name; raises UnknownInputError if that is
-        ambiguous.
-        """
+        """Add the input that was given without its name; raises UnknownInputError."""
         names = list(self.inputs)
         if len(names) > 1 or len(only) + len(inputs) > 1:
             label = label_of(self, (*only, *inputs.values()))

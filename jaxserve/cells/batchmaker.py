@@ -506,7 +506,6 @@ class _Subgraph:
     """A subgraph of a run; on one worker, also all nodes of one entry of `CellGraph.starts`.
 
     Attributes:
-      ready: numbers of the nodes that may be submitted now.
       num_open: nodes that have not been submitted; a loop counts until it has ended.
       num_before: edges from nodes of other subgraphs that do not allow it to run yet.
       num_running: submitted and not completed tasks with its nodes or with nodes before it.

@@ -164,14 +164,9 @@ class _Partition(NamedTuple):
 class Subgraph:
     """Connected nodes of one type whose other dependencies are all before them (thesis, 2.4.3).
 
-    A loop's node is a subgraph by itself.
-
-    Attributes:
-      type: index of the cell type.
-      nodes: its nodes, dependencies first.
-      first: the nodes without a predecessor in the subgraph.
-      num_dependencies: edges from nodes of other subgraphs. The subgraph may run when these nodes
-        have run.
+    A loop's node is a subgraph by itself. Nodes are in order, dependencies first; `first` are those
+    without a predecessor in the subgraph. It may run when all nodes at the other ends of its
+    `num_dependencies` edges from outside have run.
     """
 
     __slots__ = ("type", "nodes", "first", "num_dependencies")
@@ -238,8 +233,7 @@ def _partition(graph: CellGraph) -> _Partition:
     """Return the connected nodes of the same type and phase, and the edges in and between them.
 
     A node's phase is the maximum over its predecessors of their phase (same type) or their phase
-    plus one (other types). So a path that leaves a subgraph never returns to it, and every subgraph
-    can wait for everything that it needs from outside.
+    plus one (other types). So a path that leaves a subgraph never returns to it.
     """
     types, loop_types = graph.types, graph.loop_types
     leaders, phases = _leaders(graph)

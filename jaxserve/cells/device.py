@@ -236,9 +236,7 @@ class DeviceCells:
         self._workers = []
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return (name, function) of every executable; the functions run no task and change no
-        value.
-        """
+        """Return (name, function) of every executable; a call runs no task and changes no value."""
         steps: list[tuple[str, Callable[[], None]]] = []
         for worker in range(len(self._workers)):
             place = f" on device {worker}" if len(self._workers) > 1 else ""
@@ -446,9 +444,7 @@ class DeviceCells:
 
 
 def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
-    """Return the tasks of each `FlatTaskFunction` call, in order; a task never exceeds a call's
-    rows.
-    """
+    """Return the tasks of each `FlatTaskFunction` call, in order; a task fits in a call."""
     if len(tasks.array) <= FLAT_SIZES[-1]:
         return [tasks]
     calls: list[TaskGroup] = []

@@ -30,7 +30,6 @@ class FlatGraph(NamedTuple):
     """A graph as arrays. A value is `node * Layout.stride + output`.
 
     Attributes:
-      plan: its structure.
       words: int32 [nodes, max_words], small constants.
       constants: large constants, each with a slot of the graph.
       keep: node and output -> value, for those that the next graph may take.

@@ -121,16 +121,10 @@ class Returned:
     """The values that graphs return, in the forms that parts and executors need.
 
     Attributes:
-      wanted: for every value.
-      wanted_for: the same by value.
       num_members: the lengths of lists, by name.
       steps: the names of the outputs that have the values of all steps.
       num_values: the number of `wanted` that are not steps.
       reads: (node, value) of each value to read when its node has run; without loops.
-
-    Args:
-      stride: of the values.
-      loops: the nodes that are loops.
     """
 
     __slots__ = ("wanted", "wanted_for", "num_members", "steps", "num_values", "reads")
@@ -157,10 +151,7 @@ class GraphPlan(NamedTuple):
       codes: int32 [nodes, `Layout.first_word`], what each column of a node's row is: `ZEROS`,
         `TRASH` for an unused output, `WORDS` for a small constant, and from `FIRST_SLOT` on the
         graph's own slots, pool after pool, and then kept values.
-      types: int32 [nodes], the types as an array.
       num_slots: of each pool, its own slots; see `plan_slots`.
-      loops: the nodes that are loops.
-      returned: the values that the graph returns.
     """
 
     graph: CellGraph

@@ -31,10 +31,8 @@ class TypeLayout:
     """The layout of one cell type; see `Layout` for the columns of its nodes.
 
     Attributes:
-      index: number of the type.
       input_pools, output_pools: pool of each input and output.
       words: for each input, the range of its words; None for an input that is too large.
-      num_words: words of all inputs.
       carry: for each input of a loop, the output of the previous step that it takes; -1 for none.
       zeros: for each input, the array that the constant 0 becomes, see `as_constant`.
     """
@@ -74,10 +72,7 @@ class Layout:
     `first_word` on the words of constants. Types with fewer leave columns unused.
 
     Attributes:
-      types: in the order of the cells.
-      pools: the spec of each pool.
       stride: values that each node has room for: the most outputs of a type.
-      max_inputs, max_words: of a type.
       plans: `GraphPlan`s of recently used structures.
       output_pools: int64 [types, stride], the pool of each output; 0 for missing outputs.
 

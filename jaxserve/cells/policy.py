@@ -79,7 +79,6 @@ class TaskGroup(Sequence[Task]):
     Its tasks are created on demand: code that handles all of them at once needs none.
 
     Attributes:
-      type, worker: those of each task.
       array: int64 [nodes], the nodes of the tasks, those of the first task first.
       sizes: the number of nodes of each task.
       num_rows: of each task, its nodes and its padding.

@@ -257,15 +257,9 @@ class FlatTaskFunction(Protocol):
 class CellPrograms:
     """The functions of a runtime's cells, shared by its workers.
 
-    Attributes:
-      params: for each type, the leaves of its parameters; for a `FlatTaskFunction`, one more.
-      tasks: for each type, its `TaskFunction`.
-      flat: for each type, the `FlatTaskFunction` that replaces its `TaskFunction`, or None.
-      pools: for each type, the pools that its functions take.
-
-    Args:
-      layout: of `Cell` and `Repeat` objects.
-      has_flat: whether types may have a `FlatTaskFunction`, which only a CPU runs.
+    Each attribute has one entry for each type: the leaves of its parameters (one more for a
+    `FlatTaskFunction`), its `TaskFunction`, the `FlatTaskFunction` that replaces it or None, and
+    the pools that its functions take. Only a CPU runs flat functions (`has_flat`).
     """
 
     def __init__(self, layout: Layout, *, has_flat: bool):

@@ -30,7 +30,6 @@ class TreeShape:
       key: equal shapes have equal keys if they are made in the same way.
       pairs: int32 [leaves - 1, 2], the numbers of the left and the right node of each pair.
       leftmost: int32 [nodes], the leftmost leaf below each node.
-      waves: those of the pairs.
     """
 
     __slots__ = ("key", "pairs", "leftmost", "waves")

@@ -32,9 +32,8 @@ _CHUNK = 4096
 class FoldedLSTM(nnx.Module):
     """A step of an LSTM that takes a token; see `folded`.
 
-    Attributes:
-      table: [vocab_size, 4 * hidden_size], the products of the embeddings with the weights of x.
-      kernel: [hidden_size, 4 * hidden_size], the weights of h; bias: [4 * hidden_size].
+    `table` [vocab_size, 4 * hidden_size] has the products of the embeddings with the weights of x;
+    `kernel` [hidden_size, 4 * hidden_size] and `bias` are the weights of h.
     """
 
     state = LSTM.state

@@ -76,7 +76,6 @@ class _Request:
       left_s: seconds that its remaining cells are expected to take, each alone.
       num_left: for each node, its predecessors that have not been submitted, or ended if loops.
       num_running: nodes that have not run.
-      ready: the nodes that may run, by type.
       steps_left: for each loop that has begun, the steps that have not been submitted.
     """
 
