@@ -125,9 +125,9 @@ def _split(
 
 @final
 class PromptEncoder:
-    """A tokenizer of prompts.
+    """A tokenizer of prompts, which removes the middle of a prompt that is too long.
 
-    A prompt that is too long loses its middle, since the question is at its beginning or its end.
+    The question is at its beginning or its end.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_tokens: int):

@@ -80,10 +80,7 @@ SIZES = {
 
 @final
 class Encoder(nnx.Module):
-    """A transformer encoder from texts to hidden states.
-
-    It computes in `dtype`; parameters are float32.
-    """
+    """A transformer encoder from texts to hidden states, in `dtype`; parameters are float32."""
 
     def __init__(
         self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike = jnp.float32

@@ -77,7 +77,7 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class Observation:
-    """One answered prompt, its tokens as the predictor's encoder tokenizes them.
+    """One answered prompt, as tokens of the predictor's encoder, and the length of its answer.
 
     `bucket` is that of the answer's `length`; `predicted` was predicted as likeliest.
     """

@@ -207,11 +207,7 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> LengthPredictor:
-        """Load what `save` wrote.
-
-        Raises:
-          ValueError: the folder has no predictor.
-        """
+        """Load what `save` wrote; raises ValueError without a predictor in the folder."""
         folder = Path(folder).absolute()
         if not (folder / DESCRIPTION).is_file():
             raise ValueError(
