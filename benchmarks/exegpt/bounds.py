@@ -360,10 +360,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_requests=64, scale=0.25, output_scale=0.25, repeats=2)
     add = parser.add_argument
     add("--tasks", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
-    add("--policies", default="orca,vllm_like,auto", help="beside static batches and the plan")
+    add(
+        "--policies",
+        default="orca,vllm_like,auto",
+        help="in addition to static batches and the plan",
+    )
     add("--batches", default="4,8,16", help="sizes that every policy is tuned over")
     add("--known", type=int, default=1000, help="other requests whose lengths a plan knows")
-    text = "no round begins that would end after so many seconds; the first always runs"
+    text = "begin no round that would end after this many seconds; the first always runs"
     add("--budget-s", type=float, default=None, help=text)
     text = "do not simulate each configuration, which takes the measuring of its step times"
     add("--no-simulation", dest="simulate", action="store_false", help=text)

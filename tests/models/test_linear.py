@@ -145,7 +145,7 @@ def test_a_weight_in_four_bits_is_off_by_about_half_a_step_at_most(shape):
 
 @pytest.mark.parametrize(("format", "bits"), [(INT8, 8.06), (INT4, 5.06)], ids=["int8", "int4"])
 def test_memory_is_what_the_format_says(format, bits):
-    """Codes, scales and minima of a matrix take so many bits a number."""
+    """Codes, scales and minima of a matrix take the stated bits a number."""
     dense = _param((576, 960))
     stored = nnx.state(QuantisedWeight.of(dense, WeightAxes(), format))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))

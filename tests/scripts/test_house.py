@@ -13,7 +13,7 @@ SOURCES = {
     "jaxserve/engine/engine.py": "from jaxserve.engine.parts import A\n\nclass B: pass\n"
     + "\n" * 80,
     "jaxserve/core/names.py": "class A: pass\n" + "\n" * 80,
-    "sharding/mesh.py": "from jaxserve.engine import engine\n# fmt: skip\nf(*(1, 2), *rest)\n",
+    "sharding/mesh.py": "from jaxserve.engine import engine\n\x23 fmt: skip\nf(*(1, 2), *rest)\n",
     "tests/test_a.py": "from jaxserve.engine.engine import B\n\nclass A: pass\nf(*(1, 2))\n",
 }
 

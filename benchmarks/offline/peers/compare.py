@@ -398,7 +398,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fewer-requests",
         default="",
-        help="with --compare: also time only so many of the requests, such as 1,4",
+        help="with --compare: also time these numbers of the requests, such as 1,4",
     )
 
 

@@ -17,7 +17,7 @@ class MadeUpTimer:
     """Straight lines that all differ, shared by shards; a prompt costs with its square.
 
     Args:
-      fails_after: raises KeyboardInterrupt at the next point after so many; None for never.
+      fails_after: points after which the next one raises KeyboardInterrupt; None for never.
       has_encoder: a decoder layer has cross attention, and so one more sum over shards.
     """
 

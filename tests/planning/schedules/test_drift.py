@@ -39,7 +39,7 @@ def test_equal_distributions_are_hardly_ever_taken_for_different():
     [(0.7, 1.0, 128), (1.3, 1.0, 128), (1.0, 0.7, 512), (1.0, 1.3, 800), (1.1, 1.0, 1024)],
 )
 def test_changes_are_found(mean: float, std: float, num: int):
-    """A changed mean or deviation is found among so many answers, in 19 of 20 draws."""
+    """A changed mean or deviation is found among `num` answers, in 19 of 20 draws."""
     rng = np.random.default_rng(1)
     found = [
         drift(
@@ -90,7 +90,7 @@ def test_the_share_beyond_every_ended_answer():
 def test_whole_lengths_are_known_and_cut_ones_in_part():
     """Of 1,000 whole lengths all are known; cut at random, the tail is told by fewer.
 
-    The estimated share of the longest ones varies as with so many whole lengths.
+    The estimated share of the longest ones varies as with that number of whole lengths.
     """
     rng = np.random.default_rng(5)
     shares, known = [], []
