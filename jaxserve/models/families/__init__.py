@@ -1,17 +1,20 @@
-"""All families of models, one in each file; docs/adding_a_model.md says how to add one."""
+"""All families of models: the `FAMILY` of each file here (docs/adding_a_model.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, check_sizes
-from jaxserve.models.families import bamba, gemma, gpt2, gpt_neox, gptj, llama, mamba2, moe, opt, t5
 from jaxserve.models.family import Family
 
-_ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe, t5, mamba2, bamba))
+_ALL: tuple[Family, ...] = tuple(
+    import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {kind: family for family in _ALL for kind in family.fields}
 )
