@@ -195,6 +195,12 @@ _LLAMAS = {
 VARIANTS = {name: (kind, {**_SIZES, **extra}, how) for name, (kind, extra, how) in _LLAMAS.items()}
 VARIANTS |= _OTHERS
 
+# `make test` runs every kind of parity test for these, and one kind for the others.
+MAIN = (
+    *("llama", "llama3_rope", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2"),
+    *("gemma3", "gpt2", "opt", "opt_350m", "gptj", "gpt_neox", "mamba2", "bamba"),
+)
+
 
 def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.float32):
     """Write a random checkpoint of `variant` to `folder`; return the model in float32."""

@@ -64,7 +64,7 @@ def test_the_example_has_the_logits_of_pytorch(sources):
             "-p",
             "no:cacheprovider",
             "-k",
-            "phi",
+            "[phi]",
             "--rootdir",
             str(sources),
             "tests/models/test_parity.py",

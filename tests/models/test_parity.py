@@ -9,7 +9,13 @@ import torch
 from flax import nnx
 
 from tests.common.tiers import some
-from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, torch_logits, write_checkpoint
+from tests.models.hf_checkpoints import (
+    MAIN,
+    VARIANTS,
+    VOCAB_SIZE,
+    torch_logits,
+    write_checkpoint,
+)
 from tests.models.serving import Server
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
@@ -26,6 +32,11 @@ def checkpoint(request, tmp_path_factory):
     return folder, torch_logits(model, PROMPT)
 
 
+_for_main = pytest.mark.parametrize(
+    "checkpoint", some(VARIANTS, *map(list(VARIANTS).index, MAIN)), indirect=True
+)
+
+
 @pytest.mark.release
 def test_prefill_in_one_go(checkpoint):
     """A whole prompt in one step, with padding after it, has PyTorch's logits."""
@@ -34,6 +45,7 @@ def test_prefill_in_one_go(checkpoint):
     assert _relative_error(got, wanted) < 1e-4
 
 
+@_for_main
 def test_chunked_prefill_then_decode(checkpoint):
     """Chunks of a prompt, then single tokens, have PyTorch's logits through the paged cache."""
     folder, wanted = checkpoint
