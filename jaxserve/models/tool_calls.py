@@ -119,7 +119,7 @@ def grammar_of(
         lines.append(f'tool{i}: {json.dumps(begin)} arguments{i} "}}"')
         # A separate JSON schema, so that references in it begin at its own root.
         try:
-            lines += lark_rules(tool.get("parameters") or {"type": "object"}, f"arguments{i}")
+            lines += lark_rules(parameters_of(tool), f"arguments{i}")
         except (ValueError, RecursionError) as error:
             raise InvalidGrammarError(
                 f"the parameters of the tool {tool['name']!r} cannot be compiled: {error}"
@@ -127,6 +127,11 @@ def grammar_of(
     many = form.separator is not None and may_be_several
     start = f"call ({json.dumps(form.separator)} call)*" if many else "call"
     return "\n".join(["%llguidance {}", f"start: {start}", *lines, ""])
+
+
+def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool's arguments; any object without one."""
+    return tool.get("parameters") or {"type": "object"}
 
 
 def _literal(text: str, token_of: Callable[[str], int | None]) -> str:

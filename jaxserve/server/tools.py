@@ -6,12 +6,14 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
+from jaxserve.core.errors import GrammarFailedError
+from jaxserve.engine.grammars import AnswerSchema
 from jaxserve.models import tool_calls
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tool_calls import Call, CallReader, format_of
+from jaxserve.models.tool_calls import Call, CallReader, format_of, parameters_of
 from jaxserve.server.errors import invalid
 from jaxserve.server.schema import (
     AddedCall,
@@ -51,12 +53,14 @@ class Tools:
         name = choice.function.name if isinstance(choice, NamedTool) else None
         callable_ = [t["function"] for t in self._tools if name in (None, t["function"]["name"])]
         self._max_calls = 1 if may_be_several is False else None
+        self._schemas: dict[str, AnswerSchema] = {}
         self.params: dict[str, Any] = {}
         if self._must_call:
             several = may_be_several is not False and name is None
             self.params["grammar"] = tool_calls.grammar_of(
                 self._form, callable_, tokenizer.added_token_id, may_be_several=several
             )
+            self._schemas = {t["name"]: AnswerSchema(parameters_of(t)) for t in callable_}
         if self.is_given:  # a tag may be a control token, which answers otherwise leave out
             self.params["skip_special_tokens"] = False
 
@@ -110,7 +114,7 @@ class Tools:
         """Return the reader of one sample, for pieces or for a whole answer."""
         names = [tool["function"]["name"] for tool in self._tools]
         reader = CallReader(self._form, names) if self.is_given else None
-        return Answered(reader, self._max_calls)
+        return Answered(reader, self._schemas, self._max_calls)
 
 
 def _check(
@@ -183,23 +187,32 @@ def deltas(parts: Sequence[str | AddedCall]) -> list[Delta]:
 @final
 @dataclass
 class Answered:
-    """The content and the calls of one sample as they arrive; excess calls are dropped."""
+    """The content and the calls of one sample as they arrive; excess calls are dropped.
+
+    `_schemas` are those of the arguments that must match, by the tool's name.
+    """
 
     _reader: CallReader | None
+    _schemas: Mapping[str, AnswerSchema]
     _max_calls: int | None = None
     num_calls: int = 0
     _num_dropped: int = 0
+    _calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each
 
-    def push(self, text: str, *, is_last: bool) -> list[str | AddedCall]:
+    def push(self, text: str, reason: str | None) -> list[str | AddedCall]:
         """Return what a piece of text adds, in order: content, calls and arguments.
 
         A call begins without arguments, which follow, as at OpenAI: its documented clients keep
-        the first part of a call and append later arguments to it.
+        the first part of a call and append later arguments to it. `reason` says why the answer
+        ended; None before its last piece.
+
+        Raises:
+          GrammarFailedError: the arguments of a call that had to match a schema do not.
         """
         if self._reader is None:
             return [text] if text else []
         found = self._reader.push(text)
-        if is_last:
+        if reason is not None:
             found += self._reader.finish()
         added: list[str | AddedCall] = []
         for part in found:
@@ -213,9 +226,23 @@ class Answered:
                     self._add_arguments(added, part.arguments)
             elif not self._num_dropped:
                 self._add_arguments(added, part.text)
+        if reason == "stop":
+            self._check()
         return added
 
+    def _check(self) -> None:
+        for name, arguments in self._calls:
+            schema = self._schemas.get(name)
+            problem = None if schema is None else schema.problem(arguments)
+            if problem is not None:
+                raise GrammarFailedError(
+                    f"the call of {name!r} does not validate against its parameters ({problem}), "
+                    "although llguidance let it pass; write that part of the schema in another "
+                    "way, and report it with the schema"
+                )
+
     def _add_arguments(self, added: list[str | AddedCall], arguments: str) -> None:
+        self._calls[-1][1] += arguments
         last = added[-1] if added else None
         if isinstance(last, AddedCall) and last.id is None:
             arguments = last.function.arguments + arguments
@@ -230,6 +257,7 @@ class Answered:
 
     def _added(self, name: str) -> AddedCall:
         index, self.num_calls = self.num_calls, self.num_calls + 1
+        self._calls.append([name, ""])
         function = AddedFunction(name=name, arguments="")
         id = f"call_{uuid.uuid4().hex[:24]}"
         return AddedCall(index=index, id=id, type="function", function=function)

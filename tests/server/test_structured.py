@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from jaxserve import Runtime
+from jaxserve.core.errors import GrammarFailedError
 from jaxserve.server.routes.responses import OutputCall, OutputItems, ResponseEvent
 from jaxserve.server.schema import AddedCall, AddedFunction, Tool
 from jaxserve.server.tools import Tools
@@ -373,14 +374,30 @@ def test_text_behind_a_call_is_a_message_of_its_own():
         tools = [Tool.model_validate(tool) for tool in TOOLS]
         tokenizer = letter_tokenizer()
         answered = Tools(tools, None, None, tokenizer).reader()
-        for piece, is_last in ((text[:cut], False), (text[cut:], True)):
-            for part in answered.push(piece, is_last=is_last):
+        for piece, reason in ((text[:cut], None), (text[cut:], "stop")):
+            for part in answered.push(piece, reason):
                 list(made.text(part, []) if isinstance(part, str) else made.call(part))
         list(made.close("completed"))
         before, call, behind = made.items
         assert isinstance(call, OutputCall) and call.arguments == '{"place": "Oslo"}', cut
         texts = [item.content[0].text for item in (before, behind) if item.type == "message"]
         assert texts == ["Look:", "so"], cut
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_the_arguments_of_a_forced_call_are_validated(choice: str):
+    """A forced call that llguidance lets pass wrongly is an error; a free one is the client's."""
+    tools = Tools([Tool.model_validate(tool) for tool in TOOLS], choice, None, letter_tokenizer())
+    call = '<tool_call>[{"name": "time", "arguments": {"place": "%s"}}]</tool_call>'
+    assert len(tools.reader().push(call % "Oslo", "stop")) == 2
+    tools.reader().push((call % "Nowhere")[:60], "length")  # a call that was cut proves nothing
+    if choice == "auto":
+        tools.reader().push(call % "Nowhere", "stop")
+        return
+    answered = tools.reader()
+    answered.push((call % "Nowhere")[:50], None)
+    with pytest.raises(GrammarFailedError, match=r"'time' .*\$\.place: 'Nowhere' is not one of"):
+        answered.push((call % "Nowhere")[50:], "stop")
 
 
 def test_tools_of_nested_models_are_called(tooled: openai.OpenAI):

@@ -302,7 +302,7 @@ class _ChatAnswer:
         answered = self.answered[index]
         return ChatChoice(
             index=index,
-            message=whole(answered.push(sample.text, is_last=True)),
+            message=whole(answered.push(sample.text, sample.finish_reason)),
             logprobs=None
             if sample.logprobs is None
             else self.scores[index].of_chat(sample.logprobs),
@@ -379,7 +379,7 @@ class _ChatChunks:
         answer, reason = self._answer, piece.finish_reason
         index, logprobs = piece.sample_index, piece.logprobs
         answered, has_tools = answer.answered[index], answer.tools.is_given
-        found = deltas(answered.push(piece.text, is_last=reason is not None))
+        found = deltas(answered.push(piece.text, reason))
         if not found and (reason or logprobs or self._with_ids or not has_tools):
             found = [Delta(content=None if reason or has_tools else "")]
         ended = cast(FinishReason, reason and answered.finish_reason(reason))

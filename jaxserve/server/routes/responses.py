@@ -514,7 +514,7 @@ class _ResponseAnswer:
         self, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
-        parts = self._answered.push(text, is_last=reason is not None)
+        parts = self._answered.push(text, reason)
         scored = self._scores.of_chat(logprobs).content if logprobs else []
         is_empty = reason is not None and self._output.is_empty
         if not parts and (is_empty or (scored and not self.tools.is_given)):
