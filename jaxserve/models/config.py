@@ -34,6 +34,7 @@ class DecoderConfig:
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
+      rotated_layers: whether each layer rotates queries and keys; all do by default.
       recurrence: the states of recurrent layers; None for a model without any.
       decoder_start_token_id: the first token of an encoder-decoder model's answers; None for a
         model without an encoder.
@@ -63,6 +64,7 @@ class DecoderConfig:
     rope: Rope | None = None  # the rotary embedding; None for learned positions
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
+    rotated_layers: tuple[bool, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()  # the kind of each layer; all have attention by default
     recurrence: Recurrence | None = None
     decoder_start_token_id: int | None = None
@@ -70,6 +72,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if not self.rotated_layers:
+            object.__setattr__(self, "rotated_layers", (True,) * self.num_layers)
         if not self.layer_kinds:
             object.__setattr__(self, "layer_kinds", ("attention",) * self.num_layers)
         for name in _SIZES:
@@ -93,6 +97,10 @@ class DecoderConfig:
             raise UnsupportedModelError(
                 f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
             )
+        if len(self.rotated_layers) != self.num_layers:
+            raise UnsupportedModelError(
+                f"{len(self.rotated_layers)} flags of rotation for {self.num_layers} layers"
+            )
         if len(self.layer_kinds) != self.num_layers:
             raise UnsupportedModelError(
                 f"{len(self.layer_kinds)} kinds of layers for {self.num_layers} layers"
@@ -108,8 +116,13 @@ class DecoderConfig:
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary embedding of each layer; None for a layer without one."""
         local = self.local_rope or self.rope
-        return tuple(self.rope if window is None else local for window in self.sliding_windows)
+        layers = zip(self.sliding_windows, self.rotated_layers, strict=True)
+        return tuple(
+            None if not is_rotated else self.rope if window is None else local
+            for window, is_rotated in layers
+        )
 
     @property
     def num_mlp_parts(self) -> int:
@@ -159,9 +172,14 @@ class DecoderConfig:
 
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""
-        windows = self.sliding_windows[layers.start : layers.stop]
-        kinds = self.layer_kinds[layers.start : layers.stop]
-        return replace(self, num_layers=len(layers), sliding_windows=windows, layer_kinds=kinds)
+        own = slice(layers.start, layers.stop)
+        return replace(
+            self,
+            num_layers=len(layers),
+            sliding_windows=self.sliding_windows[own],
+            rotated_layers=self.rotated_layers[own],
+            layer_kinds=self.layer_kinds[own],
+        )
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:

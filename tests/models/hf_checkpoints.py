@@ -95,6 +95,19 @@ _OTHERS = {
         ),
         {},
     ),
+    "smollm3": (
+        "SmolLM3Config",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            no_rope_layers=[1, 0, 0, 1],
+            pad_token_id=None,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        {},
+    ),
     "mixtral": (
         "MixtralConfig",
         dict(**_SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=9),
