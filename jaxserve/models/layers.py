@@ -179,6 +179,37 @@ class Block(nnx.Module):
         return self.mlp(x, context, norm=self.mlp_norm, residual=x)
 
 
+class Mixer(Protocol):
+    """The part of a recurrent layer that mixes tokens, instead of attention."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker): ...
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return the mixer's addition to the residual stream, for `x` after the norm."""
+        ...
+
+
+class RecurrentBlock(Block):
+    """A `Block` with a recurrent mixer instead of attention."""
+
+    mixer_class: ClassVar[type[Mixer]]
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        nnx.Module.__init__(self)  # not `Block`'s, which makes attention
+        self.mixer_norm = self.norm_class(config, new)
+        self.mixer = self.mixer_class(config, new)
+        self.mlp_norm = self.norm_class(config, new)
+        self.mlp = self.mlp_class(config, new)
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        x = x + self.mixer(self.mixer_norm(x), context)
+        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
+
+
 def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Return cap * tanh(x / cap), or `x` itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

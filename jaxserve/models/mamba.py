@@ -23,6 +23,11 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
+from jaxserve.models.convolution import (
+    CausalConvolution,
+    check_kernel_size,
+    convolution_weights,
+)
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Inputs, State
@@ -53,10 +58,7 @@ class Mamba2Sizes:
                 f"{self.num_heads} heads of Mamba in {self.num_groups} groups: the number of heads "
                 "must be a multiple of the number of groups"
             )
-        if self.kernel_size < 2:
-            raise UnsupportedModelError(
-                f"a convolution over {self.kernel_size} inputs: only 2 or more are supported"
-            )
+        check_kernel_size(self.kernel_size)
 
     @property
     def inner(self) -> int:
@@ -82,11 +84,11 @@ class Mamba2Mixer(nnx.Module):
     """The part of a layer that mixes tokens, instead of attention.
 
     project      [embed, inner + channels + heads]   gate; x, B and C; step
-    convolution  [kernel, 1, channels]
+    convolution                  a `CausalConvolution` over x, B and C
     out          [inner, embed]
     scale        [inner]    of the gated norm
     a_log, skip, step_bias  [heads], float32
-    bproject, bconvolution, bout                     if the sizes have biases
+    bproject, bout                                   if the sizes have biases
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
@@ -97,14 +99,15 @@ class Mamba2Mixer(nnx.Module):
         width = inner + sizes.channels + heads
         wide = new.with_dtype("float32")
         self.project = new.weight(("embed", None), (embed, width))
-        self.convolution = new.table((None, None, None), (sizes.kernel_size, 1, sizes.channels))
+        self.convolution = CausalConvolution(
+            sizes.kernel_size, sizes.channels, new, has_bias=sizes.has_conv_bias
+        )
         self.out = new.weight((None, "embed"), (inner, embed))
         self.scale = new.ones((None,), (inner,))
         self.a_log = wide.zeros((None,), (heads,))
         self.skip = wide.ones((None,), (heads,))
         self.step_bias = wide.zeros((None,), (heads,))
         self.bproject = new.zeros((None,), (width,)) if sizes.has_bias else None
-        self.bconvolution = new.zeros((None,), (sizes.channels,)) if sizes.has_conv_bias else None
         self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
 
     def __call__(
@@ -135,10 +138,9 @@ class Mamba2Mixer(nnx.Module):
     ) -> tuple[Float32[Array, "tokens inner"], State]:
         sizes = self.sizes
         num_tokens = inputs["inputs"].shape[0]
-        seen = jnp.concatenate([state["window"], inputs["inputs"]])
-        window = lax.dynamic_slice_in_dim(seen, count, sizes.kernel_size - 1)
+        convolved, window = self.convolution(state["window"], inputs["inputs"], count)
         x, b, c = jnp.split(
-            self._convolved(seen, num_tokens),
+            jax.nn.silu(convolved),
             [sizes.inner, sizes.inner + sizes.num_groups * sizes.state_size],
             axis=-1,
         )
@@ -153,20 +155,6 @@ class Mamba2Mixer(nnx.Module):
             state["memory"],
         )
         return y, {"window": window, "memory": memory}
-
-    def _convolved(
-        self, seen: Float[Array, "more channels"], num_tokens: int
-    ) -> Float32[Array, "tokens channels"]:
-        """Return silu of the causal convolution, for the last `num_tokens` inputs."""
-        kernel = self.convolution[...].astype(jnp.float32)
-        seen = seen.astype(jnp.float32)
-        out = sum(
-            (seen[tap : tap + num_tokens] * kernel[tap] for tap in range(kernel.shape[0])),
-            start=jnp.zeros((num_tokens, seen.shape[1])),
-        )
-        if self.bconvolution is not None:
-            out = out + self.bconvolution[...].astype(jnp.float32)
-        return jax.nn.silu(out)
 
     def _scanned(
         self,
@@ -204,8 +192,7 @@ def mixer_weights(path: str, name: str) -> dict[str, Weight]:
     return {
         f"{path}project": Weight.of(name + "in_proj.weight", "e w", "w e"),
         f"{path}bproject": Weight.of(name + "in_proj.bias", "w"),
-        f"{path}convolution": Weight.of(name + "conv1d.weight", "k o c", "c o k"),
-        f"{path}bconvolution": Weight.of(name + "conv1d.bias", "c"),
+        **convolution_weights(f"{path}convolution", name + "conv1d"),
         f"{path}out": Weight.of(name + "out_proj.weight", "i e", "e i"),
         f"{path}bout": Weight.of(name + "out_proj.bias"),
         f"{path}scale": Weight.of(name + "norm.weight", "i"),

@@ -18,6 +18,8 @@ RANK, SCALE = 3, 0.7
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none"}
 # Families that name, order and transpose their matrices differently.
 FAMILIES = ("llama", "qwen3_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
+# Families with recurrent layers, which serve merged adapters only.
+RECURRENT = ("lfm2", "bamba")
 
 
 class Arrays:

@@ -159,6 +159,18 @@ _OTHERS = {
         ),
         {},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            full_attn_idxs=[1],
+            conv_bias=True,
+            conv_L_cache=4,
+            block_ffn_dim_multiplier=1.1,
+            block_multiple_of=12,
+        ),
+        {},
+    ),
 }
 
 # Variant -> (config class, fields in addition to _SIZES, arguments of save_pretrained).

@@ -37,6 +37,8 @@ _NOT_BUILT = {
     "qwen2_vl_text": ("max_window_layers",),
     "qwen2_5_vl_text": ("max_window_layers",),
 }
+# Names of fields that a class of transformers reads in passing.
+_ALIASES = {"lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}}
 _BASES = ("rope_theta", "rotary_emb_base", "rotary_pct", "rope_local_base_freq")
 
 
@@ -73,6 +75,7 @@ def test_the_table_of_defaults_is_that_of_transformers(kind):
         <= {
             **_class(kind).attribute_map,
             **{field: alias for alias, field in _class(kind).attribute_map.items()},
+            **_ALIASES.get(kind, {}),
         }.items()
     )
 
@@ -122,6 +125,13 @@ def test_null_is_not_absent(kind):
         ),
         ("qwen3_moe", dict(num_experts=4, num_local_experts=6), dict(num_experts=6)),
         ("mixtral", dict(num_experts=4, num_local_experts=6), dict(num_experts=4)),
+        ("lfm2", dict(block_ff_dim=90, block_multiple_of=8), dict(intermediate_size=64)),
+        ("lfm2", dict(tie_embedding=False), dict(tie_word_embeddings=False)),
+        (
+            "lfm2",
+            dict(num_hidden_layers=2, full_attn_idxs=[1]),
+            dict(layer_kinds=("recurrent", "attention")),
+        ),
         (
             "gptj",
             dict(hidden_size=64, num_attention_heads=4, rotary_dim=8),

@@ -13,9 +13,11 @@ from jaxserve.models.families import family_of
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.testing import tiny_llama
+from tests.common.tiers import some
 from tests.models.adapter_checkpoints import (
     FAMILIES,
     RANK,
+    RECURRENT,
     SCALE,
     adapter_of,
     checkpoint_of,
@@ -51,7 +53,11 @@ def _check(params: nnx.State, wanted) -> None:
 @pytest.mark.parametrize("has_magnitudes", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize(
     ("variant", "layer_layout"),
-    [*((variant, "unrolled") for variant in FAMILIES), ("llama", "scanned"), ("gptj", "scanned")],
+    [
+        *((variant, "unrolled") for variant in FAMILIES),
+        *some([(variant, "unrolled") for variant in RECURRENT]),
+        *(("llama", "scanned"), ("gptj", "scanned")),
+    ],
 )
 def test_the_parameters_are_those_of_the_merged_checkpoint(variant, layer_layout, has_magnitudes):
     """In all families, whose weights are fused, ordered and transposed differently."""

@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is
-from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import (
     LAYER,
@@ -22,10 +18,9 @@ from jaxserve.models.families.llama import (
     rotary_decoder_fields,
 )
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
 from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
 from jaxserve.models.norms import RMSNorm
-from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
@@ -121,24 +116,10 @@ class BambaBlock(Block):
 
 
 @final
-class BambaMambaBlock(Block):
-    """A `Block` with a recurrent mixer instead of attention."""
-
+class BambaMambaBlock(RecurrentBlock):
     norm_class = RMSNorm
     mlp_class = GatedMLP
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        nnx.Module.__init__(self)  # not `Block`'s, which makes attention
-        self.attention_norm = RMSNorm(config, new)
-        self.mixer = Mamba2Mixer(config, new)
-        self.mlp_norm = RMSNorm(config, new)
-        self.mlp = GatedMLP(config, new)
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        x = x + self.mixer(self.attention_norm(x), context)
-        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
+    mixer_class = Mamba2Mixer
 
 
 @final
@@ -152,6 +133,7 @@ def _weights(config: BambaConfig) -> dict[str, Weight]:
         **attention_weights(config),
         **mlp_weights("feed_forward."),
         **mixer_weights("blocks.mixer.", LAYER + "mamba."),
+        "blocks.mixer_norm.scale": Weight.of(LAYER + "input_layernorm.weight"),
         "norm.scale": Weight.of("model.final_layernorm.weight"),
         "blocks.mlp_norm.scale": Weight.of(LAYER + "pre_ff_layernorm.weight"),
     }

@@ -1,0 +1,214 @@
+"""LFM2: layers of short gated convolutions and layers of attention, each with an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig, Fields, LayerKind
+from jaxserve.models.context import LayerContext
+from jaxserve.models.convolution import (
+    CausalConvolution,
+    check_kernel_size,
+    convolution_weights,
+)
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Weight, gate_and_up
+
+_FIELDS = {
+    "lfm2": Fields(
+        dict(
+            vocab_size=65536,
+            hidden_size=2560,
+            intermediate_size=12288,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=None,
+            max_position_embeddings=128000,
+            norm_eps=1e-5,
+            tie_word_embeddings=True,
+            rope_parameters=None,
+            rope_scaling=None,
+            rope_theta=1e6,
+            conv_bias=False,
+            conv_L_cache=3,
+            block_multiple_of=256,
+            block_ffn_dim_multiplier=1.0,
+            block_auto_adjust_ff_dim=True,
+            full_attn_idxs=None,
+            layer_types=None,
+        ),
+        # Names of the first releases.
+        aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    )
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionSizes:
+    """The sizes of a short convolution; see `Recurrence`."""
+
+    channels: int
+    kernel_size: int  # inputs that the convolution sees
+    has_bias: bool  # of the convolution and of both projections
+
+    def __post_init__(self) -> None:
+        check_kernel_size(self.kernel_size)
+
+    def arrays(
+        self, dtype: jax.typing.DTypeLike
+    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+        """Return `Recurrence.arrays`."""
+        return {"window": ((self.kernel_size - 1, self.channels), dtype)}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LFM2Config(DecoderConfig):
+    """Liquid AI's LFM2 (arXiv:2511.23404)."""
+
+    rope: Rope | None = Rope()
+    qk_norm: bool = True
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        given = _FIELDS["lfm2"].read(given)
+        given |= {"rms_norm_eps": given["norm_eps"], "intermediate_size": _mlp_size(given)}
+        kinds = given.pop("layer_types")
+        fields = rotary_decoder_fields(given)
+        sizes = ConvolutionSizes(
+            channels=fields["hidden_size"],
+            kernel_size=given["conv_L_cache"],
+            has_bias=bool(given["conv_bias"]),
+        )
+        return cls(
+            **fields,
+            layer_kinds=_layer_kinds(kinds, given["full_attn_idxs"], fields["num_layers"]),
+            recurrence=sizes,
+        )
+
+
+def _mlp_size(given: Mapping[str, Any]) -> int:
+    """Return the size of an MLP: two thirds of the stated one, times a factor, rounded up."""
+    size = given["intermediate_size"]
+    if not given["block_auto_adjust_ff_dim"]:
+        return size
+    unit = given["block_multiple_of"]
+    size = int(given["block_ffn_dim_multiplier"] * int(2 * size / 3))
+    return -(-size // unit) * unit
+
+
+def _layer_kinds(
+    kinds: list[str] | None, attention: list[int] | None, num_layers: int
+) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer, or raise UnsupportedModelError for an unknown one."""
+    if kinds is None:
+        attention = list(range(num_layers)) if attention is None else attention
+        kinds = ["full_attention" if i in attention else "conv" for i in range(num_layers)]
+    by_name: dict[str, LayerKind] = {"full_attention": "attention", "conv": "recurrent"}
+    if not set(kinds) <= set(by_name) or len(kinds) != num_layers:
+        raise UnsupportedModelError(
+            f"layer_types={list(kinds)} is not supported; give one of {tuple(by_name)} for each "
+            f"of the {num_layers} layers"
+        )
+    return tuple(by_name[kind] for kind in kinds)
+
+
+@final
+class GatedConvolution(nnx.Module):
+    """out(c * convolution(b * x)), where b, c and x are projections.
+
+    project      [embed, 3, channels]    b, c, x
+    convolution                          a `CausalConvolution` over b * x
+    out          [channels, embed]
+    bproject, bout                       if the sizes have biases
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        assert isinstance(config.recurrence, ConvolutionSizes)
+        self.sizes = sizes = config.recurrence
+        self.dtype = config.dtype
+        embed, channels = config.hidden_size, sizes.channels
+        self.project = new.weight(("embed", None, None), (embed, 3, channels))
+        self.convolution = CausalConvolution(
+            sizes.kernel_size, channels, new, has_bias=sizes.has_bias
+        )
+        self.out = new.weight((None, "embed"), (channels, embed))
+        self.bproject = new.zeros((None, None), (3, channels)) if sizes.has_bias else None
+        self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return the mixer's addition to the residual stream, for `x` after the norm."""
+        projected = Linear(self.project, self.bproject)(x, context.adapter)
+        b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
+        y = context.recur(self._advance, {"inputs": b * x}, self.sizes, self.dtype)
+        gated = (c.astype(jnp.float32) * y).astype(self.dtype)
+        return Linear(self.out, self.bout)(gated, context.adapter)
+
+    def _advance(
+        self, state: State, inputs: Inputs, count: Int32[Array, ""]
+    ) -> tuple[Float32[Array, "tokens channels"], State]:
+        y, window = self.convolution(state["window"], inputs["inputs"], count)
+        return y, {"window": window}
+
+
+@final
+class LFM2Block(Block):
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+
+@final
+class LFM2ConvolutionBlock(RecurrentBlock):
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+    mixer_class = GatedConvolution
+
+
+@final
+class LFM2(Decoder):
+    block_class = LFM2Block
+    recurrent_block_class = LFM2ConvolutionBlock
+
+
+def _weights(config: LFM2Config) -> dict[str, Weight]:
+    attention, mixer, mlp = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
+    return {
+        **attention_weights(config),
+        "blocks.attention.wo": Weight.of(attention + "out_proj.weight", "k g d e", "e (k g d)"),
+        "blocks.attention.q_norm.scale": Weight.of(attention + "q_layernorm.weight", "d"),
+        "blocks.attention.k_norm.scale": Weight.of(attention + "k_layernorm.weight", "d"),
+        "blocks.attention_norm.scale": Weight.of(LAYER + "operator_norm.weight"),
+        "blocks.mixer_norm.scale": Weight.of(LAYER + "operator_norm.weight"),
+        "blocks.mixer.project": Weight.of(mixer + "in_proj.weight", "e u c", "(u c) e"),
+        "blocks.mixer.bproject": Weight.of(mixer + "in_proj.bias", "u c", "(u c)"),
+        **convolution_weights("blocks.mixer.convolution", mixer + "conv"),
+        "blocks.mixer.out": Weight.of(mixer + "out_proj.weight", "c e", "e c"),
+        "blocks.mixer.bout": Weight.of(mixer + "out_proj.bias"),
+        "blocks.mlp_norm.scale": Weight.of(LAYER + "ffn_norm.weight"),
+        "blocks.mlp.gate_up": gate_and_up(f"{mlp}w1.weight", f"{mlp}w3.weight", "weight"),
+        "blocks.mlp.down": Weight.of(mlp + "w2.weight", "m e", "e m"),
+        "norm.scale": Weight.of("model.embedding_norm.weight"),
+    }
+
+
+FAMILY = Family(fields=_FIELDS, config=LFM2Config, decoder=LFM2, weights=_weights)
