@@ -21,11 +21,13 @@ from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
 from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
+from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from benchmarks.common.sweep import Curve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
-from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, simulate
+from jaxserve.planning import simulate
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload.conversations import Talk, Talks, sample
 

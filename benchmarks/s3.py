@@ -20,11 +20,13 @@ from benchmarks.common.counters import average_batch
 from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
+from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from benchmarks.common.workloads import is_tested_on
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, Simulation, simulate
+from jaxserve.planning import Simulation, simulate
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, play
 from benchmarks.exegpt.estimated import figure_10, figure_11, table_5
@@ -34,20 +35,19 @@ from benchmarks.exegpt.scenarios import (
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import (
     MODELS,
-    Choice,
+    AllocationPolicy,
     Deployment,
     LatencyBounds,
-    Layout,
+    ParallelLayout,
     Points,
-    Policy,
     RRATimeline,
+    SearchResult,
     TaskLengths,
     Timeline,
     WAATimeline,
     search,
     timelines_of,
 )
-from jaxserve.planning.schedules.monotone import misses_of
 from jaxserve.planning.schedules.search import maximise, search_among, throughput_under
 
 BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
@@ -125,16 +125,16 @@ class Contest:
             ],
         }
 
-    def _to_play(self, choice: Choice, bounds: LatencyBounds) -> list[Choice]:
+    def _to_play(self, choice: SearchResult, bounds: LatencyBounds) -> list[SearchResult]:
         """Return the plan, and the best schedule of RRA and WAA if it is another."""
-        if choice.schedule.layout.policy is not Policy.CONTINUOUS:
+        if choice.schedule.layout.policy is not AllocationPolicy.CONTINUOUS:
             return [choice]
         try:
             return [choice, search_among(self.timelines, bounds)]
         except (InfeasibleBoundError, DeviceMemoryError):
             return [choice]
 
-    def _played(self, choice: Choice, bound_s: float, seed: int) -> dict[str, Any]:
+    def _played(self, choice: SearchResult, bound_s: float, seed: int) -> dict[str, Any]:
         """Play a schedule with the real scheduler."""
         throughput = float(choice.estimates.throughput)
         longest = self._lengths.outputs.percentile(self._lengths.level)
@@ -155,7 +155,7 @@ class Contest:
         }
 
 
-def described(choice: Choice) -> dict[str, Any]:
+def described(choice: SearchResult) -> dict[str, Any]:
     """Return a schedule, its expected figures, and the cost of finding it."""
     schedule, estimates = choice.schedule, choice.estimates
     return {
@@ -321,8 +321,10 @@ def _table_6() -> list[dict[str, Any]]:
     rra, waa = RRATimeline(deployment, lengths), WAATimeline(deployment, lengths)
     rows = []
     for bound_s, policy, batch, num_decodes, degree, latency_s, per_s in PAPER_TABLE_6:
-        timeline, kind = (rra, Policy.RRA) if policy == "rra" else (waa, Policy.WAA_C)
-        layout = Layout(policy=kind, degree=degree, num_sharded_devices=4)
+        timeline, kind = (
+            (rra, AllocationPolicy.RRA) if policy == "rra" else (waa, AllocationPolicy.WAA_C)
+        )
+        layout = ParallelLayout(policy=kind, degree=degree, num_sharded_devices=4)
         point = Points.one(timeline.layouts.index(layout), batch, num_decodes)
         estimates = timeline.estimate(point)[0]
         rows.append(

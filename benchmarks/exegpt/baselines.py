@@ -8,13 +8,14 @@ from typing import final
 
 import numpy as np
 
+from benchmarks.exegpt.step_cost import pipeline_of
 from jaxserve.planning.schedules import (
+    AllocationPolicy,
     Deployment,
-    Layout,
+    LayerPhase,
     LengthDistribution,
-    Phase,
+    ParallelLayout,
     Points,
-    Policy,
     TaskLengths,
 )
 from jaxserve.planning.schedules.continuous import (
@@ -22,9 +23,7 @@ from jaxserve.planning.schedules.continuous import (
     ContinuousTimeline,
     mixed_iteration_s,
 )
-from jaxserve.planning.schedules.pipeline import Pipeline
-from jaxserve.planning.schedules.step_cost import pipeline_of
-from jaxserve.planning.schedules.timeline import Numbers
+from jaxserve.planning.schedules.layer_cost import Numbers, Pipeline
 
 # All batches up to this many sequences are tried, and larger ones in steps of a thousandth.
 _EVERY = 1024
@@ -146,7 +145,7 @@ class StaticBatches:
         num_tokens = encode_part * lengths.inputs.mean
         slowest_s, through_s = pipeline.pass_s(
             deployment.cost,
-            Phase.ENCODE,
+            LayerPhase.ENCODE,
             model.num_encode_layers,
             batch=encode_part,
             length=np.sqrt(lengths.inputs.mean_square),
@@ -161,7 +160,7 @@ class StaticBatches:
         def decode_s(num_iterations: np.ndarray) -> np.ndarray:
             slowest_s, through_s = pipeline.pass_s(
                 deployment.cost,
-                Phase.DECODE,
+                LayerPhase.DECODE,
                 model.num_decode_layers,
                 batch=part,
                 length=lengths.inputs.mean + (num_iterations + 1) / 2,
@@ -352,11 +351,11 @@ class IterationLevel:
         )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         cluster = self.deployment.cluster
         degree = max(cluster.degrees)
-        return Layout(
-            policy=Policy.CONTINUOUS,
+        return ParallelLayout(
+            policy=AllocationPolicy.CONTINUOUS,
             degree=degree,
             num_sharded_devices=cluster.num_devices if degree > 1 else 0,
         )

@@ -10,20 +10,20 @@ from typing import Any, final
 import numpy as np
 
 from benchmarks.exegpt.baselines import IterationLevel, Served
+from benchmarks.exegpt.step_cost import LayerStepCost, MixedStepCost, pipeline_of
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.planning import GroupCosts, simulate
 from jaxserve.planning.schedules import (
+    AllocationPolicy,
     Deployment,
+    LayerPhase,
     LengthDistribution,
-    Phase,
-    Policy,
     Schedule,
     TaskLengths,
 )
-from jaxserve.planning.schedules.pipeline import Pipeline
+from jaxserve.planning.schedules.layer_cost import Pipeline
 from jaxserve.planning.schedules.plan import iteration_of
-from jaxserve.planning.schedules.step_cost import LayerStepCost, MixedStepCost, pipeline_of
 from jaxserve.scheduling.admission import MaxLength, OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
@@ -79,7 +79,7 @@ def play(
     Args:
       per_s: the expected throughput; a quarter more requests arrive.
     """
-    if schedule.layout.policy is Policy.CONTINUOUS:
+    if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
         return _play_continuous(deployment, lengths, schedule, per_s=per_s, seed=seed)
     cost, num_pages, drain_s, before_s = _cost(deployment, lengths, schedule)
     return played_policy(
@@ -221,7 +221,7 @@ def _shape(schedule: Schedule, num_before: float) -> IterationShape:
 
     `num_before` sequences are encoded or handed over by WAA at a time.
     """
-    if schedule.layout.policy is Policy.RRA:
+    if schedule.layout.policy is AllocationPolicy.RRA:
         return RRA(
             encode_batch=schedule.encode_batch,
             decode_iterations=schedule.num_decodes,
@@ -244,7 +244,7 @@ def _cost(
     batches are in flight.
     """
     model = deployment.model
-    if schedule.layout.policy is Policy.RRA:
+    if schedule.layout.policy is AllocationPolicy.RRA:
         cost = LayerStepCost.of_layout(deployment, schedule.layout)
         return cost, _num_pages(deployment, cost.pipeline, holds_encoder=True), 0.0, 0.0
     encode, decode = groups_of(deployment, schedule)
@@ -260,7 +260,7 @@ def _cost(
     }
     slowest_s, through_s = encode.pass_s(
         deployment.cost,
-        Phase.ENCODE,
+        LayerPhase.ENCODE,
         model.num_encode_layers,
         batch=np.array([schedule.encode_batch]),
         length=np.sqrt(lengths.inputs.mean_square),

@@ -26,22 +26,22 @@ from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.exegpt.baselines import StaticBatches
 from benchmarks.exegpt.estimated import SCENARIO, skewed
 from benchmarks.exegpt.scenarios import Scenario
+from benchmarks.exegpt.step_cost import LayerStepCost
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
+    AllocationPolicy,
     Deployment,
     LatencyBounds,
-    Layout,
     LengthDistribution,
-    Plan,
-    Policy,
+    ParallelLayout,
     RRAPlanner,
+    SchedulePlan,
     TaskLengths,
 )
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.step_cost import LayerStepCost
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy as ServingPolicy
@@ -91,7 +91,7 @@ class Setting:
     """
 
     deployment: Deployment
-    layout: Layout
+    layout: ParallelLayout
     bounds: LatencyBounds
     num_before: int
     num_after: int
@@ -114,9 +114,11 @@ class Setting:
             max_sequences=_NUM_SLOTS,
         )
         bounds = LatencyBounds(latency_s=static.bounds()[names.index(bound)])
-        layouts = [Layout(policy=Policy.RRA)]
+        layouts = [ParallelLayout(policy=AllocationPolicy.RRA)]
         layouts += [
-            Layout(policy=Policy.RRA, degree=degree, num_sharded_devices=scenario.num_devices)
+            ParallelLayout(
+                policy=AllocationPolicy.RRA, degree=degree, num_sharded_devices=scenario.num_devices
+            )
             for degree in deployment.cluster.degrees
             if degree > 1
         ]
@@ -129,7 +131,10 @@ class Setting:
         return RRAPlanner(deploy=lambda _: self.deployment, layouts=(self.layout,))
 
     def serve(
-        self, lengths: Sequence[tuple[int, int]], plan: Plan, pilot: AdaptingPilot | None = None
+        self,
+        lengths: Sequence[tuple[int, int]],
+        plan: SchedulePlan,
+        pilot: AdaptingPilot | None = None,
     ) -> dict[str, Any]:
         """Simulate answers of these lengths; return throughput and latencies after the drift.
 
@@ -247,7 +252,7 @@ def _pairs(task: Any, num: int, rng: np.random.Generator) -> list[tuple[int, int
     return list(zip(prompts, _drawn(task.outputs.probabilities(), num, rng), strict=True))
 
 
-def _schedule(plan: Plan) -> dict[str, Any]:
+def _schedule(plan: SchedulePlan) -> dict[str, Any]:
     return {
         "encode_batch": plan.schedule.encode_batch,
         "num_decodes": plan.schedule.num_decodes,

@@ -12,19 +12,19 @@ import numpy as np
 from benchmarks.exegpt.baselines import StaticBatches
 from benchmarks.exegpt.scenarios import PAPER_TABLE_5, Scenario
 from jaxserve.planning.schedules import (
+    AllocationPolicy,
     Deployment,
     Estimates,
     LatencyBounds,
     LengthDistribution,
     Points,
-    Policy,
     RRATimeline,
     TaskLengths,
     Timeline,
     WAATimeline,
 )
 from jaxserve.planning.schedules.lengths import cautious_level
-from jaxserve.planning.schedules.search import Found, maximise, throughput_under
+from jaxserve.planning.schedules.search import FoundConfiguration, maximise, throughput_under
 from jaxserve.workload.tasks import TASKS, Lengths
 
 # (mean, deviation, maximum) of inputs and outputs, in tokens: log-normal stand-ins. Articles and
@@ -222,7 +222,7 @@ def _changed_rows(
     return rows
 
 
-def _best(timeline: Timeline, bound_s: float) -> Found | None:
+def _best(timeline: Timeline, bound_s: float) -> FoundConfiguration | None:
     score = throughput_under(LatencyBounds(latency_s=bound_s))
     return maximise([timeline], score).found
 
@@ -288,7 +288,7 @@ def _lines(timeline: Timeline, policy: str) -> dict[str, _Lines]:
         i
         for i, layout in enumerate(timeline.layouts)
         # WAA-C and WAA-M differ in the division of devices, which is not a variable of table 5.
-        if layout.policy is not Policy.WAA_M
+        if layout.policy is not AllocationPolicy.WAA_M
     ]
     batches = _spread(timeline.max_encode_batch)
     controls = _spread(timeline.max_control)[::-1]

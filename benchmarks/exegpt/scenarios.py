@@ -8,7 +8,6 @@ from typing import final
 
 from jaxserve.planning.schedules import (
     CLUSTERS,
-    DEPLOYMENTS,
     MODELS,
     Deployment,
     TaskLengths,
@@ -16,6 +15,16 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.workload.tasks import TASKS
 
+# Table 2: (model, cluster, devices).
+DEPLOYMENTS = (
+    ("GPT3-101B", "A100", 16),
+    ("GPT3-175B", "A100", 16),
+    ("T5-11B", "A40", 8),
+    ("OPT-13B", "A40", 4),
+    ("GPT3-39B", "A40", 16),
+    ("GPT3-175B", "A40", 32),
+    ("GPT3-341B", "A40", 48),
+)
 # Figures 6 and 8: small to mid-sized models, and large ones.
 _SMALL, _LARGE = ("S", "T", "C1"), ("G", "C1", "C2")
 _TASKS = {

@@ -20,10 +20,12 @@ from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
+from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, simulate
+from jaxserve.planning import simulate
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, task_items

@@ -165,7 +165,7 @@ def plan(
     with opt.exit_codes():
         _check_picture(picture)
         from jaxserve.planning.schedules import LatencyBounds
-        from jaxserve.planning.schedules.configuration import check_num_bounds
+        from jaxserve.planning.schedules.schedule import check_num_bounds
 
         # Options that are not allowed are refused before anything is measured.
         check_num_bounds(num_bounds)
@@ -383,8 +383,8 @@ def on_layers(
     import jax
 
     from jaxserve.core.host import cpu_name
-    from jaxserve.planning.schedules.configuration import check_families
     from jaxserve.planning.schedules.frontier import ClusterSearch
+    from jaxserve.planning.schedules.schedule import check_families
     from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
 
     families = families or CLUSTER_FAMILIES
@@ -401,9 +401,9 @@ def on_engine(
     **settings: Any,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of one engine on this machine, under policy `auto`."""
-    from jaxserve.planning.schedules.configuration import check_families
     from jaxserve.planning.schedules.families import FAMILIES
     from jaxserve.planning.schedules.frontier import FamiliesSearch
+    from jaxserve.planning.schedules.schedule import check_families
 
     families = FAMILIES if families is None else tuple(families)
     check_families(families, FAMILIES)
@@ -420,8 +420,8 @@ def on_groups(
     **settings: Any,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of two groups of this machine's devices."""
-    from jaxserve.planning.schedules.configuration import check_families
     from jaxserve.planning.schedules.frontier import GroupsSearch
+    from jaxserve.planning.schedules.schedule import check_families
 
     check_families(families or ("waa",), ("waa",))
     times, config = group_times(profile, lengths, **settings)

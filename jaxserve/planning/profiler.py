@@ -27,7 +27,7 @@ from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.planning.step_times import Curve, Origin, StepTimes
+from jaxserve.planning.step_times import Curve, GroupTimes, Origin, StepTimes
 from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
@@ -517,3 +517,51 @@ def _repeated(shape: Shape, clock: Clock) -> float:
     while clock.now() - begin_s < _SHAPE_S and len(times) < _MAX_REPEATS:
         times.append(shape.time())
     return statistics.median(times)
+
+
+# Pages of the larger timed handover; the smaller one has the pages of one call.
+_MANY_PAGES = 4 * PAGES_A_CALL
+_TIMINGS = 5
+
+
+def measure_groups(
+    executor: Executor,
+    origins: Sequence[Origin],
+    clock: Clock,
+    *,
+    rounds: int = 2,
+    progress: bool = True,
+) -> GroupTimes:
+    """Time the steps of each device group, alone and while the other computes, and the handovers.
+
+    The executor must be idle. Afterwards its slots are inert and its pages are overwritten.
+
+    Args:
+      origins: the origin of each group's table.
+      clock, rounds: see `measure`.
+    """
+    groups = tuple(
+        measure(executor, origin, clock, group=group, rounds=rounds, progress=progress)
+        for group, origin in enumerate(origins)
+    )
+    few = min(PAGES_A_CALL, executor.config.num_pages - 1)
+    many = min(_MANY_PAGES, executor.config.num_pages - 1)
+    few_s, many_s = (_handover_s(executor, clock, num_pages) for num_pages in (few, many))
+    page_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
+    return GroupTimes(
+        groups=groups,
+        handover_s=max(0.0, few_s - few * page_s),
+        page_s=page_s,
+        beside=measure_beside(executor, clock),
+    )
+
+
+def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
+    handover = Handover(0, 0, 1, tuple(range(1, 1 + num_pages)))
+    plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)
+    seconds = []
+    for _ in range(_TIMINGS + 1):
+        begin_s = clock.now()
+        executor.submit(plan).collect()
+        seconds.append(clock.now() - begin_s)
+    return statistics.median(seconds[1:])

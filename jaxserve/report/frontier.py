@@ -9,24 +9,29 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from jaxserve.planning.schedules.configuration import Policy
 from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome
+from jaxserve.planning.schedules.schedule import AllocationPolicy
 from jaxserve.report.picture import Picture
 
 _INK = "#767676"
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = {
-    Policy.RRA: "#0072B2",
-    Policy.WAA_C: "#D55E00",
-    Policy.WAA_M: "#009E73",
-    Policy.CONTINUOUS: "#CC79A7",
+    AllocationPolicy.RRA: "#0072B2",
+    AllocationPolicy.WAA_C: "#D55E00",
+    AllocationPolicy.WAA_M: "#009E73",
+    AllocationPolicy.CONTINUOUS: "#CC79A7",
 }
-_MARKERS = {Policy.RRA: "o", Policy.WAA_C: "s", Policy.WAA_M: "D", Policy.CONTINUOUS: "^"}
+_MARKERS = {
+    AllocationPolicy.RRA: "o",
+    AllocationPolicy.WAA_C: "s",
+    AllocationPolicy.WAA_M: "D",
+    AllocationPolicy.CONTINUOUS: "^",
+}
 _NAMES = {
-    Policy.RRA: "RRA",
-    Policy.WAA_C: "WAA-C",
-    Policy.WAA_M: "WAA-M",
-    Policy.CONTINUOUS: "continuous",
+    AllocationPolicy.RRA: "RRA",
+    AllocationPolicy.WAA_C: "WAA-C",
+    AllocationPolicy.WAA_M: "WAA-M",
+    AllocationPolicy.CONTINUOUS: "continuous",
 }
 
 
@@ -94,12 +99,12 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
         [*latencies, highest_s],
         [*answers, answers[-1]],
         step="post",
-        color=_COLOURS[Policy.RRA],
+        color=_COLOURS[AllocationPolicy.RRA],
         alpha=0.06,
         linewidth=0,
         zorder=0,
     )
-    for policy in Policy:
+    for policy in AllocationPolicy:
         own = [i for i, (_, outcome) in enumerate(frontier.points) if outcome.policy is policy]
         if own:
             axes.plot(
@@ -130,7 +135,7 @@ def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: flo
         zorder=4,
     )
     batch = f"$B_E$ {outcome.schedule.encode_batch}, ${outcome.control_name}$ {outcome.control}"
-    if outcome.policy is Policy.CONTINUOUS:
+    if outcome.policy is AllocationPolicy.CONTINUOUS:
         batch = f"at most {outcome.control}"
     bound = f"bound {bound_s:.3g} s" if np.isfinite(bound_s) else "no bound"
     low, high = axes.get_xlim()

@@ -47,7 +47,7 @@ from jaxserve.models.quantisation import (
 from jaxserve.models.store import load_model
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
-from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake

@@ -22,10 +22,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
-from jaxserve.planning.schedules.configuration import Division, check_families
-from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
 from jaxserve.planning.schedules.divided import DividedPlanner
-from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
 from jaxserve.planning.schedules.lengths import lengths_of, pairs_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
@@ -35,9 +32,15 @@ from jaxserve.planning.schedules.observed import (
     classes_of,
     unfinished,
 )
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Division,
+    LatencyBounds,
+    check_families,
+)
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
@@ -68,13 +71,13 @@ class PlanController:
         self._ended: queue.SimpleQueue[Sequence[AnswerLength] | None] = queue.SimpleQueue()
         # Held while a plan is adopted or devices move, so that replicas never have different plans.
         self._lock = threading.Lock()
-        self._in_force: Plan | None = None
+        self._in_force: SchedulePlan | None = None
         self._adaptation: Adaptation | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     @property
-    def in_force(self) -> Plan | None:
+    def in_force(self) -> SchedulePlan | None:
         """The plan that the replicas carry out; None before there is one.
 
         If it is adapted, its figures are those expected with the newest lengths.
@@ -93,7 +96,9 @@ class PlanController:
             found += replica.loop.ask(partial(unfinished, replica.engine.scheduler))
         return found
 
-    def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> Plan | None:
+    def adopt(
+        self, plan: SchedulePlan | None, adaptation: Adaptation | None
+    ) -> SchedulePlan | None:
         """Carry out a plan, and adapt it from now on; return it with the pause of a move.
 
         Without a plan the present schedule stays until the adaptation finds one; without an
@@ -143,7 +148,7 @@ class PlanController:
         if not any(replica.loop.is_here for replica in self._replicas.all):
             thread.join()
 
-    def _carry_out(self, plan: Plan) -> Plan:
+    def _carry_out(self, plan: SchedulePlan) -> SchedulePlan:
         """Make the replicas adopt a plan; return it with the pause of a move."""
         iteration, move, regrouper = plan.iteration(), plan.move, self._regrouper
         if regrouper is not None and plan.num_moves != regrouper.num_moves:
@@ -255,7 +260,7 @@ class Planner:
         observed.tell(self._controller.put)
 
     @property
-    def in_force(self) -> Plan | None:
+    def in_force(self) -> SchedulePlan | None:
         return self._controller.in_force
 
     @property
@@ -292,7 +297,7 @@ class Planner:
         max_wait_s: float,
         max_pause_s: float,
         policies: Sequence[str] | None,
-    ) -> Plan:
+    ) -> SchedulePlan:
         self._replicas.check_leads()
         self._replicas.check_may_wait()
         given = None
@@ -349,12 +354,12 @@ class Planner:
     def _adopted(
         self,
         planner: SchedulePlanner,
-        plan: Plan,
+        plan: SchedulePlan,
         used: Sequence[AnswerLength],
         *,
         adapt: bool,
         is_given: bool,
-    ) -> Plan:
+    ) -> SchedulePlan:
         """Make the replicas adopt a plan, and adapt it; return it with the pause of a move."""
         if not adapt:
             return self._controller.adopt(plan, None) or plan
@@ -415,11 +420,11 @@ class Planner:
                 f"policies={policies!r} divides the devices by a rule, and here they cannot move "
                 "between the groups; pass policies=('waa',), or None"
             )
-        rules = () if "waa" in families else tuple(map(WAAPolicy, sorted(families)))
+        rules = () if "waa" in families else tuple(map(AllocationPolicy, sorted(families)))
         times = self.timings.group_times(max_wait_s)
         # The page pool may be resized later.
         if regrouper is None:
-            policy = rules[0] if rules else WAAPolicy.WAA_C
+            policy = rules[0] if rules else AllocationPolicy.WAA_C
             return WAAPlanner(times=times, config=lambda: executor.config, policy=policy)
         regrouper.learn(times)
         return DividedPlanner(

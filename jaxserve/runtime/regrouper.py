@@ -32,9 +32,9 @@ from jaxserve.execution.regroup import (
 )
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.planning import GroupTimes, find_step_times
-from jaxserve.planning.group_times import GroupSizes
-from jaxserve.planning.schedules.configuration import Division, Policy
 from jaxserve.planning.schedules.divided import DivisionOption, DivisionRule
+from jaxserve.planning.schedules.schedule import AllocationPolicy, Division
+from jaxserve.planning.step_times import GroupSizes
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.steps.step_function import abstract
@@ -139,7 +139,7 @@ class Regrouper:
                     if found is not None:
                         self._sizes.add(found)
 
-    def rule(self, policy: Policy) -> DivisionRule:
+    def rule(self, policy: AllocationPolicy) -> DivisionRule:
         """Return the rule by which WAA-C or WAA-M divides the devices for this model."""
         with self._placing:
             mesh = meshes_of(self._groups)[0]

@@ -32,7 +32,7 @@ from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.report import Report
 from jaxserve.scheduling.lengths import first_prediction
 from jaxserve.scheduling.outlook import Outlook
@@ -301,7 +301,7 @@ class Replicas:
         for replica in self.all:
             replica.loop.ask(replica.engine.scheduler.check_integrity)
 
-    def report(self, plan: Plan | None = None) -> Report:
+    def report(self, plan: SchedulePlan | None = None) -> Report:
         """Return steps in the order of submission, and requests in the order of their ends."""
         recorders = [replica.engine.recorder for replica in self.all]
         steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)

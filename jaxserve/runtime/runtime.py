@@ -26,8 +26,8 @@ from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import GroupTimes, StepTimes
-from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
+from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts, with_end_tokens
 from jaxserve.runtime.loading import load_for
@@ -575,7 +575,7 @@ class Runtime:
         max_wait_s: float = 60.0,
         max_pause_s: float = MAX_PAUSE_S,
         policies: Sequence[str] | None = None,
-    ) -> Plan:
+    ) -> SchedulePlan:
         """Find the schedule with the most throughput under latency bounds, and serve by it.
 
         The schedule is one of two families: continuous batching with at most B running sequences,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 from jaxserve.engine.stats import EngineStats
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.runtime.adapters import AdapterUsage
 from jaxserve.runtime.planner import Planner
 from jaxserve.runtime.replicas import Replicas
@@ -96,7 +96,7 @@ class RuntimeStats:
     num_plans: int = 0
     num_moves: int = 0
     move_pause_s: float = 0.0
-    plan: Plan | None = None
+    plan: SchedulePlan | None = None
     adapters: AdapterUsage | None = None
 
     @classmethod

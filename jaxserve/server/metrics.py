@@ -27,7 +27,7 @@ from jaxserve.core.metrics import OUTCOMES, bound_outcomes
 from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.engine.stats import ITERATION_TOKENS
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.adapters import AdapterUsage
 from jaxserve.scheduling.lengths import LengthEstimate
@@ -364,7 +364,7 @@ class EngineCollector(Collector):
         family.add_metric((*self._values, *own), time.time())
         return family
 
-    def _schedule(self, plan: Plan) -> Iterator[Metric]:
+    def _schedule(self, plan: SchedulePlan) -> Iterator[Metric]:
         """Yield the current schedule, its bounds, and the seconds that it is expected to take."""
         text = "The schedule in force."
         yield self._by(GaugeMetricFamily, "schedule_info", text, "schedule", {plan.name: 1})

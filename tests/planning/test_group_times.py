@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost, StepWork
 from jaxserve.planning import (
-    DeviceRoofs,
     GroupCosts,
     GroupTimes,
-    ModelShape,
     Origin,
-    RooflineCost,
     measure_groups,
 )
 from jaxserve.planning.profiler import measure_beside
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from tests.planning.step_times import made_up
 

@@ -27,7 +27,7 @@ from jaxserve.core.errors import (
 from jaxserve.execution import regroup
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
-from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.schedule import Division
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA

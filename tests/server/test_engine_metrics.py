@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.runtime import RuntimeStats
 from jaxserve.server.metrics import Metrics
 

@@ -19,11 +19,9 @@ from jaxserve.models.encoder_decoder import RelativeConfig
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.bench import one_layer, quantised_model
 from jaxserve.planning.layers.profile import LayerProfile, LayerSizes, batch_curve, curve
-from jaxserve.planning.roofline import DeviceRoofs
-from jaxserve.planning.schedules.clusters import Cluster
+from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
+from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Numbers
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
-from jaxserve.planning.schedules.models import LayerShape, TransformerShape
-from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 
 
 @final
@@ -96,27 +94,27 @@ class MeasuredLayerCost:
         self.launch_s = self._seconds(parts.LAUNCH, 1)[1]
 
     def attention_s(
-        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+        self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
-        if phase is Phase.DECODE and self._profile.has_encoder:
+        if phase is LayerPhase.DECODE and self._profile.has_encoder:
             across = np.minimum(length, self._num_input_tokens)
             own = np.subtract(length, across)
             return self._by_degree(
                 degree, lambda d: self._decodes[d](batch, own) + self._crosses[d](batch, across)
             )
-        if phase is Phase.DECODE:
+        if phase is LayerPhase.DECODE:
             return self._by_degree(degree, lambda d: self._decodes[d](batch, length))
         return self._by_degree(degree, lambda d: self._prompts[d](batch, length))
 
-    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        is_encoder = phase is Phase.ENCODE and self._profile.has_encoder
+    def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        is_encoder = phase is LayerPhase.ENCODE and self._profile.has_encoder
         rest = self._encode if is_encoder else self._rest
         whole_s = self._by_degree(degree, lambda d: rest[d](num_tokens))
         return np.maximum(whole_s - self.sync_s(phase, num_tokens, degree), 0.0)
 
-    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         # One after attention, one after the MLP, and one after cross attention.
-        num_sums = 2 + (phase is Phase.DECODE and self._profile.has_encoder)
+        num_sums = 2 + (phase is LayerPhase.DECODE and self._profile.has_encoder)
         return self._by_degree(degree, lambda d: num_sums * self._sums[d](num_tokens))
 
     def slowdown(self, degree: int) -> float:

@@ -9,51 +9,68 @@ A `planner.SchedulePlanner` plans for one engine from its measured step times. T
 between the two, and `measured_waa.WAAPlanner` for two device groups.
 """
 
-from jaxserve.planning.schedules.clusters import CLUSTERS, DEPLOYMENTS, Cluster
-from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.cluster import (
+    CLUSTERS,
+    MODELS,
+    Cluster,
+    DeviceRoofs,
+    LayerShape,
+    TransformerShape,
+)
+from jaxserve.planning.schedules.layer_cost import (
+    Deployment,
+    LayerCost,
+    LayerPhase,
+    RooflineLayerCost,
+    Timeline,
+    roofline_deployment,
+)
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
 from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
-from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
-from jaxserve.planning.schedules.monotone import monotone_search
-from jaxserve.planning.schedules.plan import Plan
-from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost, roofline_deployment
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.rra_planner import RRAPlanner
-from jaxserve.planning.schedules.search import Choice, search, timelines_of
-from jaxserve.planning.schedules.timeline import Deployment, LayerCost, Phase, Timeline
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Estimates,
+    LatencyBounds,
+    ParallelLayout,
+    PipelineStage,
+    Points,
+    Schedule,
+)
+from jaxserve.planning.schedules.search import SearchResult, search, timelines_of
 from jaxserve.planning.schedules.waa import WAATimeline
 
 __all__ = [
     "CLUSTERS",
-    "DEPLOYMENTS",
     "MODELS",
-    "Choice",
+    "AllocationPolicy",
     "Cluster",
     "Deployment",
+    "DeviceRoofs",
     "Estimates",
     "LatencyBounds",
     "LayerCost",
+    "LayerPhase",
     "LayerShape",
-    "Layout",
     "LengthDistribution",
     "MeasuredCost",
-    "Phase",
-    "Plan",
+    "ParallelLayout",
+    "PipelineStage",
     "Points",
-    "Policy",
     "RRAPlanner",
     "RRATimeline",
     "RooflineLayerCost",
     "Schedule",
-    "Stage",
+    "SchedulePlan",
+    "SearchResult",
     "TaskLengths",
     "Timeline",
     "TransformerShape",
     "WAATimeline",
     "lengths_of",
     "measured_deployment",
-    "monotone_search",
     "roofline_deployment",
     "search",
     "timelines_of",

@@ -19,7 +19,6 @@ from jaxserve.planning.schedules.drift import (
     num_known,
     share_beyond,
 )
-from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import (
     LengthDistribution,
     TaskLengths,
@@ -33,8 +32,9 @@ from jaxserve.planning.schedules.observed import (
     tightest,
     unfinished,
 )
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.planning.simulator import Ended
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Adaptation:
         planner: SchedulePlanner,
         bounds: LatencyBounds,
         *,
-        plan: Plan | None = None,
+        plan: SchedulePlan | None = None,
         answers: Sequence[AnswerLength] = (),
         begins_s: float = -np.inf,
         heeds_bounds: bool = True,
@@ -120,7 +120,7 @@ class Adaptation:
         del self._since[:-_MOST]
         return self._num_untested >= _INTERVAL
 
-    def revised(self, running: Sequence[AnswerLength]) -> Plan | None:
+    def revised(self, running: Sequence[AnswerLength]) -> SchedulePlan | None:
         """Test the newest and `running` answers; return a plan to adopt, or None for no change."""
         self._num_untested = 0
         known, newest = self._split(running)
@@ -168,10 +168,12 @@ class Adaptation:
         has_more = 2 * before < self._planner.max_slots and num > before and num >= 2 * before
         return has_more or _tightest([self._tightest], newest) != self._tightest
 
-    def _nearest(self, task: TaskLengths, num: int, classes: Sequence[RequestClass]) -> Plan:
+    def _nearest(
+        self, task: TaskLengths, num: int, classes: Sequence[RequestClass]
+    ) -> SchedulePlan:
         return self._planner.nearest(task, self._bounds, num_lengths=num, classes=classes)
 
-    def keep(self, plan: Plan | None) -> None:
+    def keep(self, plan: SchedulePlan | None) -> None:
         """Set the plan that is in force."""
         self.plan = plan
 
@@ -188,7 +190,7 @@ class Adaptation:
             heeds_bounds=self._heeds_bounds,
         )
 
-    def refuse(self, before: Plan | None) -> None:
+    def refuse(self, before: SchedulePlan | None) -> None:
         """Restore the previous plan; the search runs again after `LEAST_ANSWERS` answers."""
         self.plan = before
         self._is_refused = True
@@ -205,7 +207,7 @@ class Adaptation:
         known.sort(key=lambda answer: answer.admitted_s)
         return known, [answer for answer in now if answer.admitted_s > last_s]
 
-    def _adopted(self, plan: Plan, task: TaskLengths) -> Plan | None:
+    def _adopted(self, plan: SchedulePlan, task: TaskLengths) -> SchedulePlan | None:
         """Choose between a new plan and the present one; return it if the runner must change."""
         if self.plan is None:
             _warn(None, plan)
@@ -318,7 +320,7 @@ def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
     return Lifetimes.whole(prompts), Lifetimes(outputs, has_ended)
 
 
-def _is_uneven(before: Plan, after: Plan) -> bool:
+def _is_uneven(before: SchedulePlan, after: SchedulePlan) -> bool:
     """Return whether target sizes or reserved slots changed much; False for continuous batching."""
     if before.iteration() == after.iteration():
         return False
@@ -330,7 +332,7 @@ def _is_uneven(before: Plan, after: Plan) -> bool:
     return reserved[0] != reserved[1] or any(abs(new - old) > _UNEVEN * old for old, new in pairs)
 
 
-def _warn(before: Plan | None, after: Plan) -> None:
+def _warn(before: SchedulePlan | None, after: SchedulePlan) -> None:
     kept_before = before is None or before.keeps_bounds
     if kept_before and not after.keeps_bounds:
         _log.warning(
@@ -349,10 +351,10 @@ class AdaptingPilot:
     """
 
     def __init__(self, adaptation: Adaptation, *, search_s: float = 0.5):
-        self.adopted: list[tuple[float, Plan]] = []
+        self.adopted: list[tuple[float, SchedulePlan]] = []
         self._adaptation = adaptation
         self._search_s = search_s
-        self._next: tuple[float, Plan] | None = None
+        self._next: tuple[float, SchedulePlan] | None = None
 
     def after_step(self, engine: Engine, ended: Sequence[Ended], now_s: float) -> None:
         lengths = [length for each in ended for length in answer_lengths(*each)]

@@ -8,17 +8,25 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.estimates import Best, Estimates
-from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
-from jaxserve.planning.schedules.timeline import (
+from jaxserve.planning.schedules.layer_cost import (
     Boxes,
     Deployment,
     LayerCost,
+    LayerPhase,
     Numbers,
-    Phase,
+    Pipeline,
     layouts_of,
+    shared_out,
+)
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Best,
+    Estimates,
+    ParallelLayout,
+    PipelineStage,
+    Points,
+    Schedule,
 )
 
 # Most prompt tokens of a micro-batch; the control variable counts these from 1.
@@ -47,15 +55,15 @@ class MixedCost:
         return self.cost.launch_s
 
     def attention_s(
-        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+        self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
-        pieces_s = self.cost.attention_s(Phase.ENCODE, self.num_pieces, self.length, degree)
+        pieces_s = self.cost.attention_s(LayerPhase.ENCODE, self.num_pieces, self.length, degree)
         return self.cost.attention_s(phase, batch, length, degree) + pieces_s
 
-    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return self.cost.rest_s(phase, num_tokens, degree)
 
-    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return self.cost.sync_s(phase, num_tokens, degree)
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
@@ -102,7 +110,7 @@ def mixed_iteration_s(
     decoding = np.maximum(rows - num_pieces, 0.0) if is_mixed else rows
     slowest_s, through_s = pipeline.pass_s(
         MixedCost(cost, num_pieces, length) if is_mixed else cost,
-        Phase.DECODE,
+        LayerPhase.DECODE,
         model.num_decode_layers,
         batch=decoding,
         length=context,
@@ -114,7 +122,7 @@ def mixed_iteration_s(
         whole_tokens = num_tokens * whole / np.where(num_pieces > 0, num_pieces, 1.0)
         encoded = pipeline.pass_s(
             cost,
-            Phase.ENCODE,
+            LayerPhase.ENCODE,
             model.num_encode_layers,
             batch=whole,
             length=length,
@@ -166,14 +174,14 @@ class ContinuousTimeline:
         self,
         deployment: Deployment,
         lengths: TaskLengths,
-        layouts: Sequence[Layout] | None = None,
+        layouts: Sequence[ParallelLayout] | None = None,
     ):
         cluster = deployment.cluster
         self._deployment = deployment
         self._lengths = lengths
         self._longest = lengths.outputs.percentile(lengths.level)
         self._context = lengths.inputs.mean + lengths.outputs.mean_position
-        self.layouts = tuple(layouts or layouts_of((Policy.CONTINUOUS,), cluster))
+        self.layouts = tuple(layouts or layouts_of((AllocationPolicy.CONTINUOUS,), cluster))
         self._pipelines = Pipeline.of(
             np.full(len(self.layouts), cluster.num_devices),
             np.array([layout.num_sharded_devices for layout in self.layouts]),
@@ -242,7 +250,7 @@ class ContinuousTimeline:
             num_decodes=0,
             num_micro_batches=num_turns,
             stages=tuple(
-                Stage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
+                PipelineStage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
                 for num, encode, decode in zip(
                     devices,
                     shared_out(model.num_encode_layers, devices),

@@ -9,13 +9,19 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig, bucket
-from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import LONGER, Played, Player
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Best,
+    Estimates,
+    LatencyBounds,
+    ParallelLayout,
+    Schedule,
+)
 from jaxserve.planning.schedules.search import Score, throughput_under
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.scheduling.iteration.continuous import Unified
@@ -285,7 +291,7 @@ class ContinuousSpace:
     def of(self, max_running: int) -> tuple[Schedule, Estimates]:
         played = self._played(max_running)
         schedule = Schedule(
-            layout=Layout(policy=Policy.CONTINUOUS),
+            layout=ParallelLayout(policy=AllocationPolicy.CONTINUOUS),
             encode_batch=1,
             encode_tokens=self.lengths.inputs.mean,
             decode_batch=played.mean_running,

@@ -15,15 +15,20 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_waa import WAAPlanner, encode_s, iteration_s
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import CLOSED_FORM, Move, Plan
+from jaxserve.planning.schedules.plan import CLOSED_FORM, Move, SchedulePlan
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, chosen
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Division,
+    Estimates,
+    LatencyBounds,
+    Schedule,
+)
 from jaxserve.planning.schedules.search import Score, nearest_to
+from jaxserve.planning.step_times import GroupTimes
 
 
 @final
@@ -37,12 +42,12 @@ class DivisionRule:
     weights in each group, the KV of two encode batches, and that of B_D sequences.
 
     Attributes:
-      policy: `Policy.WAA_C` or `Policy.WAA_M`.
+      policy: `AllocationPolicy.WAA_C` or `AllocationPolicy.WAA_M`.
       weights_bytes: bytes of one copy.
       token_bytes: KV of a token in all layers.
     """
 
-    policy: Policy
+    policy: AllocationPolicy
     weights_bytes: int
     token_bytes: float
 
@@ -61,7 +66,7 @@ class DivisionRule:
         iterations = lengths.outputs.less_one()
         num_decoding = np.minimum(batch * max(iterations.mean, 1.0), max_slots)
         length = lengths.inputs.mean + iterations.mean_position
-        if self.policy is Policy.WAA_C:
+        if self.policy is AllocationPolicy.WAA_C:
             encode = encode_s(times, lengths, batch) * options[0].encode
             by_number = iteration_s(times, lengths, [1], max_slots)[0]
             num_iterations = batch * max(iterations.mean, 1.0) / num_decoding
@@ -139,7 +144,7 @@ class DividedPlanner(SchedulePlanner):
         config = self.config()
 
         allowed = self._allowed(tuple(options.values()), lengths, config.max_slots)
-        policy = self.rules[0].policy if self.rules else Policy.WAA_C
+        policy = self.rules[0].policy if self.rules else AllocationPolicy.WAA_C
 
         def space_of(division: Division) -> ScheduleSpace:
             option = options[division]
@@ -183,12 +188,12 @@ class DividedPlanner(SchedulePlanner):
     def _nearest(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
         return space.nearest_to(bounds)[0]
 
-    def _finished(self, plan: Plan, space: DividedSpace) -> Plan:
+    def _finished(self, plan: SchedulePlan, space: DividedSpace) -> SchedulePlan:
         keeps = plan.keeps_bounds
         judged = space.chosen(plan.bounds) if keeps else space.nearest_to(plan.bounds)
         return replace(plan, move=judged[1], num_moves=space.num_moves)
 
-    def _as_it_stands(self, plan: Plan, space: DividedSpace) -> Plan:
+    def _as_it_stands(self, plan: SchedulePlan, space: DividedSpace) -> SchedulePlan:
         return replace(plan, num_moves=space.num_moves)  # it is for the present groups
 
 

@@ -9,15 +9,21 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.configuration import Policy, Schedule, check_families
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import SIMULATED, iteration_of
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, RRASpace
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Best,
+    Estimates,
+    LatencyBounds,
+    Schedule,
+    check_families,
+)
 from jaxserve.planning.schedules.search import Score, throughput_under
 
 # Families of one device group.
@@ -204,11 +210,15 @@ class FamiliesSpace:
 
     def nearest(self, schedule: Schedule) -> Schedule:
         nearest = self._of(schedule).nearest(schedule)
-        return nearest if nearest.layout.policy is Policy.CONTINUOUS else self.rra.static(nearest)
+        return (
+            nearest
+            if nearest.layout.policy is AllocationPolicy.CONTINUOUS
+            else self.rra.static(nearest)
+        )
 
     def estimated(self, schedule: Schedule) -> Estimates:
         estimates = self._of(schedule).estimated(schedule)
-        if schedule.layout.policy is Policy.CONTINUOUS:
+        if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
             return estimates
         num_reserved = self.continuous.num_reserved
         played = self._play(schedule, num_reserved)
@@ -234,7 +244,7 @@ class FamiliesSpace:
         return self._of(schedule).own_latencies_s(schedule)
 
     def _of(self, schedule: Schedule) -> RRASpace | ContinuousSpace:
-        is_continuous = schedule.layout.policy is Policy.CONTINUOUS
+        is_continuous = schedule.layout.policy is AllocationPolicy.CONTINUOUS
         return self.continuous if is_continuous else self.rra
 
 

@@ -12,12 +12,10 @@ from tqdm import tqdm
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.configuration import Points, Policy, Schedule, check_num_bounds
 from jaxserve.planning.schedules.continuous import CHUNKS
 from jaxserve.planning.schedules.continuous_planner import ContinuousSpace
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
+from jaxserve.planning.schedules.layer_cost import Deployment, Timeline
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.measured_waa import WAAPlanner, WAASpace
@@ -25,6 +23,14 @@ from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, lowest_latency_s
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.rra import RRATimeline
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Estimates,
+    LatencyBounds,
+    Points,
+    Schedule,
+    check_num_bounds,
+)
 from jaxserve.planning.schedules.search import (
     CLUSTER_FAMILIES,
     maximise,
@@ -32,8 +38,7 @@ from jaxserve.planning.schedules.search import (
     shortest,
     timelines_of,
 )
-from jaxserve.planning.schedules.timeline import Deployment, Timeline
-from jaxserve.planning.step_times import StepTimes
+from jaxserve.planning.step_times import GroupTimes, StepTimes
 from jaxserve.scheduling.policy import Policy as SchedulingPolicy
 from jaxserve.scheduling.presets import get_policy
 
@@ -60,7 +65,7 @@ class ScheduleOutcome:
     estimate: str
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> AllocationPolicy:
         return self.schedule.layout.policy
 
     @property
@@ -69,17 +74,21 @@ class ScheduleOutcome:
         schedule = self.schedule
         if self._is_on_groups:
             return round(schedule.decode_batch)
-        if self.policy is Policy.CONTINUOUS:
+        if self.policy is AllocationPolicy.CONTINUOUS:
             return schedule.max_running
-        return schedule.num_decodes if self.policy is Policy.RRA else schedule.num_micro_batches
+        return (
+            schedule.num_decodes
+            if self.policy is AllocationPolicy.RRA
+            else schedule.num_micro_batches
+        )
 
     @property
     def control_name(self) -> str:
-        if self.policy is Policy.CONTINUOUS:
+        if self.policy is AllocationPolicy.CONTINUOUS:
             return "B"
         if self._is_on_groups:
             return "B_D"
-        return "N_D" if self.policy is Policy.RRA else "B_m"
+        return "N_D" if self.policy is AllocationPolicy.RRA else "B_m"
 
     @property
     def control_text(self) -> str:
@@ -89,7 +98,10 @@ class ScheduleOutcome:
 
     @property
     def _is_on_groups(self) -> bool:
-        return self.policy in (Policy.WAA_C, Policy.WAA_M) and not self.schedule.stages
+        return (
+            self.policy in (AllocationPolicy.WAA_C, AllocationPolicy.WAA_M)
+            and not self.schedule.stages
+        )
 
     def figures(self) -> dict[str, Any]:
         schedule, estimates = self.schedule, self.estimates
@@ -354,7 +366,7 @@ def _drawn(timelines: Sequence[Timeline], rng: np.random.Generator) -> np.ndarra
 def _estimated(
     timeline: Timeline, schedule: Schedule, encode_batch: int, control: int, lengths: TaskLengths
 ) -> ScheduleOutcome | None:
-    if schedule.layout.policy is Policy.CONTINUOUS:
+    if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
         if encode_batch != schedule.encode_batch:
             return None
         chunk_tokens = schedule.chunk_tokens // schedule.num_micro_batches
@@ -370,7 +382,7 @@ def _estimated(
 
 def _most(timeline: Timeline, schedule: Schedule) -> int:
     """Return the largest useful control: N_D, or the decode group's stages for B_m."""
-    if schedule.layout.policy is Policy.RRA:
+    if schedule.layout.policy is AllocationPolicy.RRA:
         return timeline.max_control
     return sum(stage.num_decode_layers > 0 for stage in schedule.stages)
 
@@ -429,7 +441,7 @@ class FamiliesSearch:
     def estimated(
         self, schedule: Schedule, encode_batch: int, control: int
     ) -> ScheduleOutcome | None:
-        if schedule.layout.policy is Policy.CONTINUOUS:
+        if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
             if encode_batch != schedule.encode_batch or not 1 <= control <= self.config.max_slots:
                 return None
             return self._outcome(*self._continuous.of(control))

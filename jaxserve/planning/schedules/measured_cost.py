@@ -10,10 +10,8 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.roofline import DeviceRoofs
-from jaxserve.planning.schedules.clusters import Cluster
-from jaxserve.planning.schedules.models import LayerShape, TransformerShape
-from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
+from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
+from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Numbers
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
@@ -71,9 +69,9 @@ class MeasuredCost:
         return 0.0
 
     def attention_s(
-        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+        self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
-        if phase is Phase.DECODE:
+        if phase is LayerPhase.DECODE:
             shares, positions = self._window_shares(batch), np.multiply(batch, length)
             return self._iteration_s(shares, positions) - self._iteration_s(shares, 0.0)
         largest = self._config.token_buckets[-1]
@@ -84,13 +82,13 @@ class MeasuredCost:
         positions = np.multiply(batch, np.square(length) + length) / 2
         return positions * _slope(self.times.prefill_s[largest])
 
-    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        if phase is Phase.ENCODE:
+    def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        if phase is LayerPhase.ENCODE:
             return self._encode_s(np.asarray(num_tokens, np.float64))
         shares = self._window_shares(num_tokens)
         return self._iteration_s(shares, 0.0) + self._loops_a_decode * self._loop_s(shares)
 
-    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return np.zeros(np.shape(num_tokens))
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:

@@ -10,16 +10,20 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.estimates import Estimates
+from jaxserve.planning.schedules.layer_cost import LayerPhase
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost, num_tokens_held
 from jaxserve.planning.schedules.observed import OwnSpan, RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Estimates,
+    ParallelLayout,
+    Schedule,
+)
 from jaxserve.planning.schedules.search import Score
-from jaxserve.planning.schedules.timeline import Phase
+from jaxserve.planning.step_times import GroupTimes
 
 # Steps or handovers (two are in flight) that a sequence waits for before its own: at most, and on
 # average.
@@ -52,7 +56,7 @@ class WAAPlanner(SchedulePlanner):
 
     times: GroupTimes
     config: Callable[[], EngineConfig]
-    policy: Policy = Policy.WAA_C
+    policy: AllocationPolicy = AllocationPolicy.WAA_C
     allowed: np.ndarray | None = None
 
     @property
@@ -82,7 +86,7 @@ class WAASpace:
     threshold. `own_s` is the seconds of each span of the classes, [spans, schedules].
     """
 
-    policy: Policy
+    policy: AllocationPolicy
     lengths: TaskLengths
     encode_batch: np.ndarray
     num_iterations: np.ndarray
@@ -98,7 +102,7 @@ class WAASpace:
         lengths: TaskLengths,
         spans: Sequence[OwnSpan],
         num_reserved: int,
-        policy: Policy,
+        policy: AllocationPolicy,
         allowed: np.ndarray,
     ) -> WAASpace:
         iterations = lengths.outputs.less_one()
@@ -213,7 +217,7 @@ class WAASpace:
     def _schedule(self, index: int) -> Schedule:
         batch = int(self.encode_batch[index])
         return Schedule(
-            layout=Layout(policy=self.policy),
+            layout=ParallelLayout(policy=self.policy),
             encode_batch=batch,
             encode_tokens=batch * self.lengths.inputs.mean,
             decode_batch=float(self.num_running[index]),
@@ -246,8 +250,8 @@ def _cost(times: GroupTimes, lengths: TaskLengths, group: int, num_decodes: int)
 
 def encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.ndarray:
     cost, inputs = _cost(times, lengths, 0, 1), lengths.inputs
-    rest_s = cost.rest_s(Phase.ENCODE, batch * inputs.mean, 1)
-    attention_s = cost.attention_s(Phase.ENCODE, batch, math.sqrt(inputs.mean_square), 1)
+    rest_s = cost.rest_s(LayerPhase.ENCODE, batch * inputs.mean, 1)
+    attention_s = cost.attention_s(LayerPhase.ENCODE, batch, math.sqrt(inputs.mean_square), 1)
     # Unlike RRA, the group's next batch is planned before this one is computed.
     return rest_s + attention_s - (times.groups[0].plan_s + times.groups[0].submit_s)
 
@@ -261,8 +265,8 @@ def iteration_s(
     found = []
     for num in steps:
         cost = _cost(times, lengths, 1, num)
-        attention_s = cost.attention_s(Phase.DECODE, decoding, length, 1)
-        found.append(cost.rest_s(Phase.DECODE, decoding, 1) + attention_s)
+        attention_s = cost.attention_s(LayerPhase.DECODE, decoding, length, 1)
+        found.append(cost.rest_s(LayerPhase.DECODE, decoding, 1) + attention_s)
     return np.stack(found)
 
 

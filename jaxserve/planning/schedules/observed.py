@@ -9,7 +9,7 @@ from typing import final
 
 from jaxserve.core.request import Completion, Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
-from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.schedule import AllocationPolicy, Division, LatencyBounds, Schedule
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
@@ -17,7 +16,7 @@ from jaxserve.scheduling.iteration.waa import WAA
 
 def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | Unified:
     """Return the iteration shape that carries out a schedule."""
-    if schedule.layout.policy is Policy.CONTINUOUS:
+    if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
         return Unified(
             chunk_tokens=schedule.chunk_tokens,
             max_running=schedule.max_running,
@@ -33,7 +32,7 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
         "threshold": THRESHOLD,
         "reserved_slots": reserved_slots,
     }
-    return RRA(**sizes) if schedule.layout.policy is Policy.RRA else WAA(**sizes)
+    return RRA(**sizes) if schedule.layout.policy is AllocationPolicy.RRA else WAA(**sizes)
 
 
 # The source of a plan's figures: ExeGPT's equations (section 6), or simulations (`Player`). RRA's
@@ -104,7 +103,7 @@ _OF_A_MOVE = ("expected_pause_s", "is_measured", "refused", "pause_s")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SchedulePlan:
     """A schedule for one engine, and its expected figures.
 
     The figures assume an engine that always has requests waiting, and hold for each replica.
@@ -196,7 +195,7 @@ class Plan:
     def name(self) -> str:
         """The family and its sizes, such as "continuous, at most 8"."""
         schedule = self.schedule
-        if schedule.layout.policy is Policy.CONTINUOUS:
+        if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
             return f"continuous, at most {schedule.max_running}"
         return (
             f"{self.family.upper()} encode {schedule.encode_batch}, decode {schedule.num_decodes}"
@@ -241,7 +240,7 @@ class Plan:
     @property
     def _text(self) -> str:
         schedule = self.schedule
-        if schedule.layout.policy is Policy.CONTINUOUS:
+        if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
             return f"continuous: at most {schedule.max_running} sequences run"
         return (
             f"{self.family.upper()}: encode {schedule.encode_batch} sequences, "

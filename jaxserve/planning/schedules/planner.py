@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
-from jaxserve.planning.schedules.configuration import Schedule
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
+from jaxserve.planning.schedules.schedule import Best, Estimates, LatencyBounds, Schedule
 from jaxserve.planning.schedules.search import (
     Score,
     nearest_to,
@@ -35,7 +34,7 @@ class ScheduleSpace(Protocol):
     """All schedules of one engine for requests of given lengths."""
 
     def estimate(self, schedule: Schedule) -> str:
-        """Return the source of a schedule's figures, see `Plan`."""
+        """Return the source of a schedule's figures, see `SchedulePlan`."""
         ...
 
     def best(self, score: Score) -> Schedule | None:
@@ -78,7 +77,7 @@ class SchedulePlanner(abc.ABC):
         *,
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
-    ) -> Plan:
+    ) -> SchedulePlan:
         """Return the plan with the highest throughput whose long answers keep all bounds.
 
         Of equal ones it is that with the lowest latency.
@@ -108,7 +107,7 @@ class SchedulePlanner(abc.ABC):
         *,
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
-    ) -> Plan:
+    ) -> SchedulePlan:
         """Return `plan`, or the schedule that misses the bounds least if none keeps them.
 
         Raises:
@@ -126,12 +125,12 @@ class SchedulePlanner(abc.ABC):
 
     def expected(
         self,
-        plan: Plan,
+        plan: SchedulePlan,
         lengths: TaskLengths,
         *,
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
-    ) -> Plan:
+    ) -> SchedulePlan:
         """Return the expected figures of a plan's schedule for other lengths and classes."""
         began_s = time.perf_counter()
         space = self.space(lengths, classes)
@@ -181,11 +180,11 @@ class SchedulePlanner(abc.ABC):
     def _nearest(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
         return space.best(nearest_to(bounds))
 
-    def _finished(self, plan: Plan, space: Any) -> Plan:
+    def _finished(self, plan: SchedulePlan, space: Any) -> SchedulePlan:
         """Return a plan with further facts about its space."""
         return plan
 
-    def _as_it_stands(self, plan: Plan, space: Any) -> Plan:
+    def _as_it_stands(self, plan: SchedulePlan, space: Any) -> SchedulePlan:
         """Return the expected figures of a plan in force, with further facts about its space."""
         return plan
 
@@ -245,11 +244,11 @@ def _plan(
     num_lengths: int,
     began_s: float,
     classes: Sequence[RequestClass],
-) -> Plan:
+) -> SchedulePlan:
     estimates = space.estimated(schedule)
     rate = float(estimates.throughput)
     own = iter(space.own_latencies_s(schedule))
-    return Plan(
+    return SchedulePlan(
         schedule=schedule,
         bounds=bounds,
         latency_s=float(estimates.latency_s),

@@ -9,11 +9,24 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.layer_cost import (
+    Boxes,
+    Deployment,
+    LayerPhase,
+    Pipeline,
+    layouts_of,
+    shared_out,
+)
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, Phase, layouts_of
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Best,
+    Estimates,
+    ParallelLayout,
+    PipelineStage,
+    Points,
+    Schedule,
+)
 
 # Parts of a decode phase, each with its mean batch.
 NUM_PARTS = 4
@@ -211,7 +224,7 @@ class RoundParts:
         batch = encode_batch / num
         slowest_s, encode_through_s = pipeline.pass_s(
             cost,
-            Phase.ENCODE,
+            LayerPhase.ENCODE,
             model.num_encode_layers,
             batch=batch,
             length=np.sqrt(inputs.mean_square),
@@ -228,7 +241,7 @@ class RoundParts:
         row_batch = np.maximum(num_decoding / rows.num_stages, 1.0)
         slowest_row_s, through_s = rows.pass_s(
             cost,
-            Phase.DECODE,
+            LayerPhase.DECODE,
             model.num_decode_layers,
             batch=row_batch,
             length=length,
@@ -299,7 +312,7 @@ class RRATimeline:
         self,
         deployment: Deployment,
         lengths: TaskLengths,
-        layouts: Sequence[Layout] | None = None,
+        layouts: Sequence[ParallelLayout] | None = None,
         classes: Sequence[tuple[int, float]] = (),
         phases: DecodePhases | None = None,
     ):
@@ -311,7 +324,7 @@ class RRATimeline:
         self._longest = self._iterations.percentile(lengths.level)
         self._classes = [(num - model.is_decoder_only, bound_s) for num, bound_s in classes]
         self.phases = phases or DecodePhases.of(lengths.inputs.mean, self._iterations)
-        self.layouts = tuple(layouts or layouts_of((Policy.RRA,), cluster))
+        self.layouts = tuple(layouts or layouts_of((AllocationPolicy.RRA,), cluster))
         self._pipelines = Pipeline.of(
             np.full(len(self.layouts), cluster.num_devices),
             np.array([layout.num_sharded_devices for layout in self.layouts]),
@@ -418,7 +431,7 @@ class RRATimeline:
             num_decodes=int(point.control[0]),
             num_micro_batches=len(devices),
             stages=tuple(
-                Stage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
+                PipelineStage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
                 for num, encode, decode in zip(
                     devices,
                     shared_out(model.num_encode_layers, devices),

@@ -9,16 +9,15 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.schedules.configuration import Layout, Points, Schedule
-from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.layer_cost import Boxes, Deployment, Timeline
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.search import Candidate, Score, maximise
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, Timeline
+from jaxserve.planning.schedules.schedule import Best, Estimates, ParallelLayout, Points, Schedule
+from jaxserve.planning.schedules.search import Incumbent, Score, maximise
 from jaxserve.planning.step_times import StepTimes
 
 
@@ -32,7 +31,7 @@ class RememberedTimeline:
         self._boxes: dict[tuple[int, ...], np.ndarray] = {}
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[ParallelLayout, ...]:
         return self._timeline.layouts
 
     @property
@@ -110,7 +109,7 @@ class RRAPlanner(SchedulePlanner):
     """
 
     deploy: Callable[[TaskLengths], Deployment]
-    layouts: tuple[Layout, ...] | None = None
+    layouts: tuple[ParallelLayout, ...] | None = None
     num_awaited: int = 2
     num_slots: int = 0
 
@@ -180,7 +179,7 @@ class RRASpace:
         shape = len(timeline.layouts), timeline.max_encode_batch
         layout, batch = np.unravel_index(np.arange(np.prod(shape)), shape)
         points = Points(layout, batch + 1, np.full(len(layout), timeline.max_control))
-        found = Candidate().improved(self._known_whole, points, score).found
+        found = Incumbent().improved(self._known_whole, points, score).found
         return None if found is None else self._schedule(timeline, found.point)
 
     def nearest(self, schedule: Schedule) -> Schedule:

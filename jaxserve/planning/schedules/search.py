@@ -10,12 +10,18 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
-from jaxserve.planning.schedules.configuration import Points, Schedule, check_families
 from jaxserve.planning.schedules.continuous import ContinuousTimeline
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
+from jaxserve.planning.schedules.layer_cost import Boxes, Deployment, Timeline
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, Timeline
+from jaxserve.planning.schedules.schedule import (
+    Best,
+    Estimates,
+    LatencyBounds,
+    Points,
+    Schedule,
+    check_families,
+)
 from jaxserve.planning.schedules.waa import WAATimeline
 
 # Rises with throughput, falls with latencies, and is 0 for configurations that are not allowed.
@@ -56,7 +62,7 @@ def shortest_with(bounds: LatencyBounds, throughput: float) -> Score:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundConfiguration:
     timeline: Timeline
     point: Points
     estimates: Estimates
@@ -64,17 +70,17 @@ class Found:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Incumbent:
     """The best configuration so far with its score (0 without one), and the search's effort."""
 
-    found: Found | None = None
+    found: FoundConfiguration | None = None
     score: float = 0.0
     num_evaluated: int = 0
 
-    def counting(self, num: int) -> Candidate:
+    def counting(self, num: int) -> Incumbent:
         return replace(self, num_evaluated=self.num_evaluated + num)
 
-    def improved(self, timeline: Timeline, points: Points, score: Score) -> Candidate:
+    def improved(self, timeline: Timeline, points: Points, score: Score) -> Incumbent:
         """Evaluate configurations, and return the best of them if it is better than this."""
         if not len(points):
             return self
@@ -82,14 +88,14 @@ class Candidate:
 
     def improved_by(
         self, timeline: Timeline, points: Points, estimates: Estimates, score: Score
-    ) -> Candidate:
+    ) -> Incumbent:
         counted = self.counting(len(points))
         scores = score(estimates)
         first = int(np.argmax(scores))
         if scores[first] <= self.score:
             return counted
         one = slice(first, first + 1)
-        found = Found(timeline=timeline, point=points[one], estimates=estimates[one])
+        found = FoundConfiguration(timeline=timeline, point=points[one], estimates=estimates[one])
         return replace(counted, found=found, score=float(scores[first]))
 
 
@@ -105,7 +111,7 @@ _BETTER = 1.0 + 1e-9
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SearchResult:
     """A schedule, its expected figures, and the effort of the search.
 
     Attributes:
@@ -148,7 +154,7 @@ def search(
     bounds: LatencyBounds,
     *,
     families: Sequence[str] = CLUSTER_FAMILIES,
-) -> Choice:
+) -> SearchResult:
     """Return the schedule with the highest throughput under the bounds.
 
     The policies are RRA, WAA-C, WAA-M and continuous batching, as far as `families` has them. Of
@@ -167,7 +173,7 @@ def search(
 
 def search_among(
     timelines: Sequence[Timeline], bounds: LatencyBounds, *, began_s: float | None = None
-) -> Choice:
+) -> SearchResult:
     """Return the schedule of some timelines with the highest throughput; see `search`."""
     began_s = time.perf_counter() if began_s is None else began_s
     most = maximise(timelines, throughput_under(bounds))
@@ -178,10 +184,10 @@ def search_among(
 
 
 def _choice(
-    timelines: Sequence[Timeline], best: Candidate, num_before: int, began_s: float
-) -> Choice:
+    timelines: Sequence[Timeline], best: Incumbent, num_before: int, began_s: float
+) -> SearchResult:
     assert best.found is not None, "the caller has found one"
-    return Choice(
+    return SearchResult(
         schedule=best.found.timeline.schedule(best.found.point),
         estimates=best.found.estimates[0],
         num_points=sum(int(timeline.boxes().num_points.sum()) for timeline in timelines),
@@ -190,9 +196,9 @@ def _choice(
     )
 
 
-def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
+def maximise(timelines: Sequence[Timeline], score: Score) -> Incumbent:
     """Return the configuration with the highest score, up to rounding."""
-    best, descents = Candidate(), []
+    best, descents = Incumbent(), []
     for timeline in timelines:
         descents.append(_Descent(timeline, score, best))
         best = descents[-1].best
@@ -205,25 +211,9 @@ def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
     return best
 
 
-def enumerate_all(
-    timelines: Sequence[Timeline], score: Score, *, at_a_time: int = 1 << 15
-) -> Candidate:
-    """Return the configuration with the highest score, by computing every one."""
-    best = Candidate()
-    for timeline in timelines:
-        shape = len(timeline.layouts), timeline.max_encode_batch, timeline.max_control
-        total = int(np.prod(shape))
-        for begin in range(0, total, at_a_time):
-            index = np.arange(begin, min(begin + at_a_time, total))
-            layout, batch, control = np.unravel_index(index, shape)
-            points = Points(layout, batch + 1, control + 1)
-            best = best.improved(timeline, points, score)
-    return best
-
-
 @final
 class _Descent:
-    def __init__(self, timeline: Timeline, score: Score, best: Candidate):
+    def __init__(self, timeline: Timeline, score: Score, best: Incumbent):
         self._timeline, self._score = timeline, score
         self._boxes = timeline.boxes()
         self._limits, self.best = self._limits_of(self._boxes, best)
@@ -232,7 +222,7 @@ class _Descent:
         """Return the highest possible score of an open box; 0 without any."""
         return float(self._limits.max(initial=0.0))
 
-    def advance(self, best: Candidate) -> Candidate:
+    def advance(self, best: Incumbent) -> Incumbent:
         """Halve the most promising boxes, and return the best configuration so far."""
         order = np.argsort(-self._limits, kind="stable")
         order = order[: np.searchsorted(-self._limits[order], -best.score * _BETTER)]
@@ -249,7 +239,7 @@ class _Descent:
         self._limits = np.concatenate([limits, later_limits])
         return best
 
-    def _limits_of(self, boxes: Boxes, best: Candidate) -> tuple[np.ndarray, Candidate]:
+    def _limits_of(self, boxes: Boxes, best: Incumbent) -> tuple[np.ndarray, Incumbent]:
         """Return the highest possible score of each box; count the boxes as evaluated."""
         if not len(boxes):
             return np.zeros(0), best

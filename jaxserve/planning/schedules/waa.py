@@ -7,12 +7,26 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.cluster import TransformerShape
+from jaxserve.planning.schedules.layer_cost import (
+    Boxes,
+    Deployment,
+    LayerCost,
+    LayerPhase,
+    Pipeline,
+    layouts_of,
+    shared_out,
+)
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.models import TransformerShape
-from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, LayerCost, Phase, layouts_of
+from jaxserve.planning.schedules.schedule import (
+    AllocationPolicy,
+    Best,
+    Estimates,
+    ParallelLayout,
+    PipelineStage,
+    Points,
+    Schedule,
+)
 
 
 @final
@@ -47,12 +61,12 @@ def encode_shares(
     length = lengths.inputs.mean + iterations.mean_position
     encode_tokens = encode_batch * lengths.inputs.mean
     encode_s = model.num_encode_layers * (
-        cost.attention_s(Phase.ENCODE, encode_batch, np.sqrt(lengths.inputs.mean_square), 1)
-        + cost.rest_s(Phase.ENCODE, encode_tokens, 1)
+        cost.attention_s(LayerPhase.ENCODE, encode_batch, np.sqrt(lengths.inputs.mean_square), 1)
+        + cost.rest_s(LayerPhase.ENCODE, encode_tokens, 1)
     )
     decode_s = model.num_decode_layers * (
-        cost.attention_s(Phase.DECODE, decode_batch, length, 1)
-        + cost.rest_s(Phase.DECODE, decode_batch, 1)
+        cost.attention_s(LayerPhase.DECODE, decode_batch, length, 1)
+        + cost.rest_s(LayerPhase.DECODE, decode_batch, 1)
         + cost.join_s(encode_tokens, 1)
     )
     encode_kv = 2 * encode_tokens * model.kv_bytes_per_token * model.is_decoder_only
@@ -63,7 +77,7 @@ def encode_shares(
 
 
 def divide(
-    layouts: tuple[Layout, ...],
+    layouts: tuple[ParallelLayout, ...],
     num_devices: int,
     shares: tuple[np.ndarray, np.ndarray],
 ) -> Groups:
@@ -72,7 +86,7 @@ def divide(
     The number of encode devices is rounded to a boundary between stages. Both groups have at least
     one stage; layouts of a single stage are not allowed.
     """
-    by_memory = np.array([layout.policy is Policy.WAA_M for layout in layouts])[:, None]
+    by_memory = np.array([layout.policy is AllocationPolicy.WAA_M for layout in layouts])[:, None]
     sharded = np.array([layout.num_sharded_devices for layout in layouts])[:, None]
     degree = np.array([layout.degree for layout in layouts])[:, None]
     single = num_devices - sharded
@@ -163,7 +177,7 @@ class DecodeGroup:
         batch = np.maximum(num_sequences / split, 1.0)
         slowest_s, through_s = self.pipeline.pass_s(
             self.cost,
-            Phase.DECODE,
+            LayerPhase.DECODE,
             self.model.num_decode_layers,
             batch=batch,
             length=self.length,
@@ -226,9 +240,9 @@ class WAATimeline:
         self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
         self._longest = self._iterations.percentile(lengths.level)
         self._length = lengths.inputs.mean + self._iterations.mean_position
-        self.layouts: tuple[Layout, ...] = tuple(
+        self.layouts: tuple[ParallelLayout, ...] = tuple(
             layout
-            for layout in layouts_of((Policy.WAA_C, Policy.WAA_M), cluster)
+            for layout in layouts_of((AllocationPolicy.WAA_C, AllocationPolicy.WAA_M), cluster)
             if len(layout.devices(cluster.num_devices)) > 1
         )
         self._degree = np.array([layout.degree for layout in self.layouts])
@@ -334,7 +348,9 @@ class WAATimeline:
             num_decodes=1,
             num_micro_batches=min(int(point.control[0]), len(devices) - num_encode),
             stages=tuple(
-                Stage(num_devices=num, num_encode_layers=of_encode, num_decode_layers=of_decode)
+                PipelineStage(
+                    num_devices=num, num_encode_layers=of_encode, num_decode_layers=of_decode
+                )
                 for num, of_encode, of_decode in zip(
                     devices,
                     encode_layers + none[num_encode:],
@@ -389,7 +405,7 @@ class WAATimeline:
         model, inputs = self._deployment.model, self._lengths.inputs
         return encode.pass_s(
             self._deployment.cost,
-            Phase.ENCODE,
+            LayerPhase.ENCODE,
             model.num_encode_layers,
             batch=batch,
             length=np.sqrt(inputs.mean_square),

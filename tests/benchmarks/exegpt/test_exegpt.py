@@ -19,22 +19,22 @@ from benchmarks.exegpt.baselines import (
 from benchmarks.exegpt.discrete import play
 from benchmarks.exegpt.estimated import figure_11, non_monotone_share, skewed
 from benchmarks.exegpt.scenarios import Scenario, scenarios
+from benchmarks.exegpt.step_cost import MixedStepCost, pipeline_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules import (
     MODELS,
+    AllocationPolicy,
     Deployment,
     LatencyBounds,
-    Layout,
     LengthDistribution,
+    ParallelLayout,
     Points,
-    Policy,
     TaskLengths,
     timelines_of,
 )
 from jaxserve.planning.schedules.continuous import ContinuousTimeline
 from jaxserve.planning.schedules.search import maximise, throughput_under
-from jaxserve.planning.schedules.step_cost import MixedStepCost, pipeline_of
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.workload.tasks import TASKS
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
@@ -150,7 +150,9 @@ def test_micro_batches_wait_for_the_slowest():
 def test_mixed_steps_by_hand():
     """A prompt of 4 tokens beside a row of one: a pass of 5 tokens, and then one of 1."""
     deployment = Deployment(model=model_of(1), cluster=cluster_of(1), cost=MadeUpCost())
-    cost = MixedStepCost(deployment, pipeline_of(deployment, Layout(policy=Policy.CONTINUOUS)))
+    cost = MixedStepCost(
+        deployment, pipeline_of(deployment, ParallelLayout(policy=AllocationPolicy.CONTINUOUS))
+    )
     plan = StepPlan(index=0, rows=(Row(0, 0, 0, 4, 1), Row(1, 1, 7, 1, 1)))
     assert cost.device_s(StepWork(plan, 10, (8,))) == pytest.approx(1 + 0.25 * 5)
     prompts = StepPlan(index=0, rows=(Row(0, 0, 0, 4, 1),))
@@ -170,7 +172,9 @@ def test_mixed_steps_of_an_encoder_by_hand():
         cluster=cluster_of(2, per_machine=1),
         cost=MadeUpCost(),
     )
-    cost = MixedStepCost(deployment, pipeline_of(deployment, Layout(policy=Policy.CONTINUOUS)))
+    cost = MixedStepCost(
+        deployment, pipeline_of(deployment, ParallelLayout(policy=AllocationPolicy.CONTINUOUS))
+    )
     plan = StepPlan(index=0, rows=(Row(0, 0, 0, 4, 1), Row(1, 1, 7, 1, 1), Row(2, 2, 7, 1, 1)))
     assert cost.device_s(StepWork(plan, 10, (16,))) == pytest.approx(2 * (2.0 + 1.375))
 

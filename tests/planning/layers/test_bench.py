@@ -24,8 +24,8 @@ from jaxserve.planning.layers.cost import shape_of
 from jaxserve.planning.layers.profile import LAUNCH, curve
 from jaxserve.planning.schedules import (
     LatencyBounds,
+    LayerPhase,
     LengthDistribution,
-    Phase,
     TaskLengths,
     search,
 )
@@ -54,7 +54,7 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, qua
     assert profile.degrees == degrees
     assert all(s > 0 for points in profile.seconds.values() for s in points.values())
     cost = MeasuredLayerCost(with_free_launches(profile), config.num_layers)
-    assert cost.rest_s(Phase.ENCODE, 16.0, 1) > 0
+    assert cost.rest_s(LayerPhase.ENCODE, 16.0, 1) > 0
     assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
     assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
 

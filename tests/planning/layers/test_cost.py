@@ -13,11 +13,12 @@ from jaxserve.planning.layers import (
     measure_layers,
 )
 from jaxserve.planning.layers.cost import Line, Surface
-from jaxserve.planning.schedules import LatencyBounds, LengthDistribution, Phase, TaskLengths
-from jaxserve.planning.schedules.search import enumerate_all, search, throughput_under, timelines_of
+from jaxserve.planning.schedules import LatencyBounds, LayerPhase, LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.search import search, throughput_under, timelines_of
 from jaxserve.testing.tiny import tiny_llama
 from tests.common.tiers import some
 from tests.planning.layers.made_up import SIZES, MadeUpTimer, made_up_profile
+from tests.planning.schedules.made_up import enumerate_all
 
 
 def made_up() -> LayerProfile:
@@ -32,12 +33,12 @@ def cost() -> MeasuredLayerCost:
 def test_the_made_up_layer_is_found(cost):
     """Every part is what was made up, without the launch, at and between measured points."""
     for degree in (1, 2):
-        assert cost.rest_s(Phase.DECODE, 5.0, degree) == pytest.approx(1.0 + 2.5 / degree)
-        assert cost.sync_s(Phase.ENCODE, 5.0, degree) == (0.5 if degree > 1 else 0.0)
+        assert cost.rest_s(LayerPhase.DECODE, 5.0, degree) == pytest.approx(1.0 + 2.5 / degree)
+        assert cost.sync_s(LayerPhase.ENCODE, 5.0, degree) == (0.5 if degree > 1 else 0.0)
         assert cost.head_s(7.0, degree) == pytest.approx(0.5 + 1.75 / degree)
-        decode_s = cost.attention_s(Phase.DECODE, 5.0, 200.0, degree)
+        decode_s = cost.attention_s(LayerPhase.DECODE, 5.0, 200.0, degree)
         assert decode_s == pytest.approx(15 / degree)
-        encode_s = cost.attention_s(Phase.ENCODE, 3.0, 40.0, degree)
+        encode_s = cost.attention_s(LayerPhase.ENCODE, 3.0, 40.0, degree)
         assert encode_s == pytest.approx(3 * 1.6 / degree, rel=0.05)
     assert cost.handoff_s(np.array([1.0, 20.0]), is_across=False).tolist() == [0.1875, 1.375]
     assert cost.handover_s(20.0, 2) == pytest.approx(4 * (0.25 + 2.5) / 2)
@@ -51,15 +52,17 @@ def test_an_encoder_has_costs_of_its_own():
     assert profile.has_encoder and profile.degrees == (1, 2)
     cost = MeasuredLayerCost(profile, num_layers=4, num_input_tokens=150.0)
     for degree in (1, 2):
-        assert cost.rest_s(Phase.ENCODE, 8.0, degree) == pytest.approx(0.75 + 3 / degree)
-        assert cost.rest_s(Phase.DECODE, 8.0, degree) == pytest.approx(1.0 + 4 / degree)
-        sums_s = [cost.sync_s(phase, 8.0, degree) for phase in (Phase.ENCODE, Phase.DECODE)]
+        assert cost.rest_s(LayerPhase.ENCODE, 8.0, degree) == pytest.approx(0.75 + 3 / degree)
+        assert cost.rest_s(LayerPhase.DECODE, 8.0, degree) == pytest.approx(1.0 + 4 / degree)
+        sums_s = [
+            cost.sync_s(phase, 8.0, degree) for phase in (LayerPhase.ENCODE, LayerPhase.DECODE)
+        ]
         assert sums_s == ([0.5, 0.75] if degree > 1 else [0.0, 0.0])
         assert cost.join_s(8.0, degree) == pytest.approx(0.25 + 1 / degree)
         # Five sequences attend to 150 tokens of their prompts, and to 50 of their own.
-        decode_s = cost.attention_s(Phase.DECODE, 5.0, 200.0, degree)
+        decode_s = cost.attention_s(LayerPhase.DECODE, 5.0, 200.0, degree)
         assert decode_s == pytest.approx((5 * 1.5 + 5 * 2.75) / degree)
-        assert cost.attention_s(Phase.DECODE, 5.0, 100.0, degree) <= decode_s
+        assert cost.attention_s(LayerPhase.DECODE, 5.0, 100.0, degree) <= decode_s
     assert not np.any(MeasuredLayerCost(made_up(), 4).join_s(8.0, 1))
 
 
@@ -69,7 +72,7 @@ def test_devices_that_share_cores_slow_each_other():
     alone, busy = (MeasuredLayerCost(profile, 4, num) for num in (1, 4))
     for degree, slowdown in ((1, 6 / 3), (2, 6 / 4)):
         assert busy.slowdown(degree) == pytest.approx(slowdown)
-        for phase in Phase:
+        for phase in LayerPhase:
             args = phase, 7.0, degree
             assert busy.rest_s(*args) == pytest.approx(slowdown * alone.rest_s(*args))
     assert busy.handover_s(20.0, 1) == alone.handover_s(20.0, 1)
@@ -82,21 +85,25 @@ def test_devices_that_share_cores_slow_each_other():
 def test_arguments_broadcast_over_degrees(cost):
     """Arrays of batches, lengths and degrees give what single numbers give."""
     batch, degree = np.array([[1.0], [7.0]]), np.array([1, 2, 1])
-    for phase in Phase:
+    for phase in LayerPhase:
         many = cost.attention_s(phase, batch, 50.0, degree)
         assert many.shape == (2, 3)
         assert many[1, 1] == cost.attention_s(phase, 7.0, 50.0, 2)
-    assert cost.rest_s(Phase.ENCODE, batch, degree).shape == (2, 3)
+    assert cost.rest_s(LayerPhase.ENCODE, batch, degree).shape == (2, 3)
 
 
 def test_costs_beyond_what_was_measured_grow_in_proportion(cost):
     """A pass of twice the tokens takes two passes; a prompt of twice the length four times."""
     most = SIZES.max_tokens
-    assert cost.rest_s(Phase.ENCODE, 2.0 * most, 1) == 2 * cost.rest_s(Phase.ENCODE, most, 1)
-    one = cost.attention_s(Phase.DECODE, SIZES.max_batch, SIZES.max_length, 1)
-    assert cost.attention_s(Phase.DECODE, 3.0 * SIZES.max_batch, SIZES.max_length, 1) == 3 * one
-    longest = cost.attention_s(Phase.ENCODE, 1.0, SIZES.max_length, 1)
-    assert cost.attention_s(Phase.ENCODE, 1.0, 2.0 * SIZES.max_length, 1) == 4 * longest
+    assert cost.rest_s(LayerPhase.ENCODE, 2.0 * most, 1) == 2 * cost.rest_s(
+        LayerPhase.ENCODE, most, 1
+    )
+    one = cost.attention_s(LayerPhase.DECODE, SIZES.max_batch, SIZES.max_length, 1)
+    assert (
+        cost.attention_s(LayerPhase.DECODE, 3.0 * SIZES.max_batch, SIZES.max_length, 1) == 3 * one
+    )
+    longest = cost.attention_s(LayerPhase.ENCODE, 1.0, SIZES.max_length, 1)
+    assert cost.attention_s(LayerPhase.ENCODE, 1.0, 2.0 * SIZES.max_length, 1) == 4 * longest
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
@@ -117,7 +124,7 @@ def test_degrees_that_were_not_measured_are_refused(cost):
     with pytest.raises(
         InvalidProfileError, match=r"\[4\] were not measured; measured are \[1, 2\]"
     ):
-        cost.rest_s(Phase.DECODE, 1.0, np.array([1, 4]))
+        cost.rest_s(LayerPhase.DECODE, 1.0, np.array([1, 4]))
 
 
 def test_an_unfinished_profile_serves_for_the_degrees_that_it_has():

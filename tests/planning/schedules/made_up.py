@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.planning.roofline import DeviceRoofs
 from jaxserve.planning.schedules import Cluster, Deployment, LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.models import LayerShape, TransformerShape
-from jaxserve.planning.schedules.timeline import Numbers, Phase
+from jaxserve.planning.schedules.cluster import DeviceRoofs, LayerShape, TransformerShape
+from jaxserve.planning.schedules.layer_cost import LayerPhase, Numbers, Timeline
+from jaxserve.planning.schedules.schedule import Points
+from jaxserve.planning.schedules.search import Incumbent, Score
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,18 @@ class MadeUpCost:
         return not self.step
 
     def attention_s(
-        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+        self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
-        pairs = np.multiply(batch, np.square(length) if phase is Phase.ENCODE else length)
+        pairs = np.multiply(batch, np.square(length) if phase is LayerPhase.ENCODE else length)
         return np.asarray(self.position_s * pairs / degree)
 
-    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         num = self._rounded(num_tokens)
-        if phase is Phase.ENCODE:
+        if phase is LayerPhase.ENCODE:
             return self.token_s * num / degree
         return (self.read_s + self.row_s * num) / degree
 
-    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return self.sum_s * np.greater(degree, 1) + 0.0 * np.asarray(num_tokens)
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
@@ -147,3 +149,19 @@ def random_case(rng: np.random.Generator) -> tuple[Deployment, TaskLengths]:
         LengthDistribution.of_samples(rng.integers(1, 25, 6).tolist()),
     )
     return deployment, lengths
+
+
+def enumerate_all(
+    timelines: Sequence[Timeline], score: Score, *, at_a_time: int = 1 << 15
+) -> Incumbent:
+    """Return the configuration with the highest score, by computing every one."""
+    best = Incumbent()
+    for timeline in timelines:
+        shape = len(timeline.layouts), timeline.max_encode_batch, timeline.max_control
+        total = int(np.prod(shape))
+        for begin in range(0, total, at_a_time):
+            index = np.arange(begin, min(begin + at_a_time, total))
+            layout, batch, control = np.unravel_index(index, shape)
+            points = Points(layout, batch + 1, control + 1)
+            best = best.improved(timeline, points, score)
+    return best

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning import StepTimes
-from jaxserve.planning.schedules import LatencyBounds, Plan, RRAPlanner, lengths_of
+from jaxserve.planning.schedules import LatencyBounds, RRAPlanner, SchedulePlan, lengths_of
 from jaxserve.planning.step_times import Curve
 from tests.planning.step_times import made_up
 
@@ -54,7 +54,7 @@ def plan_rra(
     *,
     first_token_bound_s: float = math.inf,
     token_bound_s: float = math.inf,
-) -> Plan:
+) -> SchedulePlan:
     """Return the plan of an engine's RRA schedules; see `RRAPlanner`."""
     bounds = LatencyBounds(
         latency_s=latency_bound_s, first_token_s=first_token_bound_s, token_s=token_bound_s

@@ -16,12 +16,12 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot, task_of
-from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.plan import Move, Plan
+from jaxserve.planning.schedules.plan import Move, SchedulePlan
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
+from jaxserve.planning.schedules.schedule import Division
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.order import FCFS
@@ -177,7 +177,7 @@ class _Careless(SchedulePlanner):
     def space(self, *arguments: Any) -> ScheduleSpace:
         return PLANNER.space(*arguments)
 
-    def nearest(self, *arguments: Any, **named: Any) -> Plan:
+    def nearest(self, *arguments: Any, **named: Any) -> SchedulePlan:
         plan = PLANNER.nearest(*arguments, **named)
         late_s = 1.1 * plan.bounds.latency_s
         rate = 3 * plan.answers_per_s

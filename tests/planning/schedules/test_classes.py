@@ -16,16 +16,15 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import (
     LatencyBounds,
-    Plan,
     Points,
     RRAPlanner,
     RRATimeline,
+    SchedulePlan,
     TaskLengths,
     lengths_of,
 )
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner
-from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.families import planner_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
@@ -37,6 +36,7 @@ from jaxserve.planning.schedules.observed import (
 )
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.schedule import Estimates
 from jaxserve.planning.schedules.search import throughput_under
 from jaxserve.runtime.scoring import scoring
 from jaxserve.scheduling.admission import OnDemand
@@ -91,7 +91,7 @@ class _Traffic:
             for at, p, o in self.tight
         ]
 
-    def plan(self, *, with_classes: bool, planner: SchedulePlanner = PLANNER) -> Plan:
+    def plan(self, *, with_classes: bool, planner: SchedulePlanner = PLANNER) -> SchedulePlan:
         answers = self.answers()
         return planner.plan(
             lengths_of([(a.num_prompt, a.num_output) for a in answers]),
@@ -101,7 +101,7 @@ class _Traffic:
         )
 
     def serve(
-        self, plan: Plan, *, with_bounds: bool, pilot: AdaptingPilot | None = None
+        self, plan: SchedulePlan, *, with_bounds: bool, pilot: AdaptingPilot | None = None
     ) -> tuple[list[Completion], int, float]:
         """Return the tight answers, how many more were refused, and bulk answers/s."""
         bulk = [

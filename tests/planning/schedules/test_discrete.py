@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.exegpt.step_cost import LayerStepCost
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request, SamplingParams
@@ -15,15 +16,14 @@ from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     CLUSTERS,
     MODELS,
+    AllocationPolicy,
     Deployment,
-    Layout,
+    ParallelLayout,
     Points,
-    Policy,
     RooflineLayerCost,
     RRATimeline,
     TaskLengths,
 )
-from jaxserve.planning.schedules.step_cost import LayerStepCost
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.order import FCFS
@@ -76,7 +76,9 @@ def test_rra_is_estimated_as_the_real_scheduler_runs_it(
     deployment, lengths = _deployment(), TaskLengths.of_task(TASKS[task])
     timeline = RRATimeline(deployment, lengths)
     num_sharded = 4 if degree > 1 else 0
-    layout = Layout(policy=Policy.RRA, degree=degree, num_sharded_devices=num_sharded)
+    layout = ParallelLayout(
+        policy=AllocationPolicy.RRA, degree=degree, num_sharded_devices=num_sharded
+    )
     point = Points.one(timeline.layouts.index(layout), encode_batch, num_decodes)
     schedule, figures = timeline.schedule(point), timeline.estimate(point)[0]
     assert figures.fits
@@ -137,7 +139,7 @@ def test_the_work_of_a_step_by_hand():
         cluster=cluster_of(2),
         cost=MadeUpCost(join_token_s=0.125),
     )
-    cost = LayerStepCost.of_layout(deployment, Layout(policy=Policy.RRA))
+    cost = LayerStepCost.of_layout(deployment, ParallelLayout(policy=AllocationPolicy.RRA))
     prompts = StepPlan(index=0, rows=(Row(0, 0, 0, 4, 1), Row(1, 1, 0, 4, 1)))
     rows = (Row(0, 0, 4, 1, 1), Row(1, 1, 4, 1, 1))
     decoding = StepPlan(index=1, rows=rows, num_iterations=2, window_size=2)
@@ -158,7 +160,7 @@ def test_the_work_of_a_step_by_hand():
 def test_a_group_has_one_pipeline():
     """Pipelines of several layouts are refused."""
     deployment = Deployment(model=model_of(2), cluster=cluster_of(2), cost=MadeUpCost())
-    layout = Layout(policy=Policy.RRA)
+    layout = ParallelLayout(policy=AllocationPolicy.RRA)
     pipeline = LayerStepCost.of_layout(deployment, layout).pipeline
     with pytest.raises(InvalidConfigError, match="one pipeline"):
         LayerStepCost(deployment, pipeline[np.array([0, 0])])

@@ -13,15 +13,14 @@ import pytest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.planning import GroupTimes, StepTimes, simulate
-from jaxserve.planning.group_times import GroupSizes, derived
 from jaxserve.planning.schedules import LatencyBounds, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
-from jaxserve.planning.schedules.configuration import Division
-from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
 from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption, DivisionRule
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import SchedulePlan
+from jaxserve.planning.schedules.schedule import AllocationPolicy, Division
+from jaxserve.planning.step_times import GroupSizes, derived
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
@@ -144,7 +143,7 @@ def test_the_discrete_simulation_agrees(lengths: list[tuple[int, int]]):
     assert _simulated(lengths, plan) > 1.1 * _simulated(lengths, before)
 
 
-def _simulated(lengths: list[tuple[int, int]], plan: Plan) -> float:
+def _simulated(lengths: list[tuple[int, int]], plan: SchedulePlan) -> float:
     """Return the answers per second of the middle third of answers that all wait."""
     division = plan.schedule.division
     assert division is not None
@@ -227,7 +226,7 @@ def test_what_is_expected_of_a_plan_is_for_the_groups_that_there_are_now():
     assert found.num_moves == 4 and found.move is None
 
 
-def _rule(policy: WAAPolicy, *, weights_bytes: int = 1000, token_bytes: float = 1.0):
+def _rule(policy: AllocationPolicy, *, weights_bytes: int = 1000, token_bytes: float = 1.0):
     return DivisionRule(policy=policy, weights_bytes=weights_bytes, token_bytes=token_bytes)
 
 
@@ -238,20 +237,20 @@ def test_shares_of_memory_and_of_computation_by_hand():
     """
     options = [Division(1, 1), Division(1, 2), Division(2, 1)]
     lengths, times = lengths_of([(100, 11)] * 4), _times(1, 1)
-    given = _rule(WAAPolicy.WAA_M).divisions(options, times, lengths, SMALL.max_slots)
+    given = _rule(AllocationPolicy.WAA_M).divisions(options, times, lengths, SMALL.max_slots)
     encode, decode = 1000 + 2 * 2 * 100, 1000 + 12 * (100 + 5.5)
     assert encode / (encode + decode) == pytest.approx(0.382, abs=1e-3)
     assert given[1] == Division(1, 2)  # a device has 0.382 of all, and 0.618 with 1/1 or 2/1
     assert given[9] == Division(2, 1) and len(given) == SMALL.max_slots  # 3000 of 5266
     # KV of encoded and decoded tokens counts for little beside large weights.
-    same = _rule(WAAPolicy.WAA_M, weights_bytes=10**9)
+    same = _rule(AllocationPolicy.WAA_M, weights_bytes=10**9)
     assert set(same.divisions(options[:1], times, lengths, 12)) == {Division(1, 1)}
     # Five devices: two have 0.19 each of 0.382, and three 0.206 of the rest.
     five = [Division(1, 2), Division(1, 4), Division(2, 3), Division(3, 2)]
-    rule = _rule(WAAPolicy.WAA_M)
+    rule = _rule(AllocationPolicy.WAA_M)
     assert rule.divisions(five, times, lengths, SMALL.max_slots)[1] == Division(2, 3)
     # WAA-C: a prompt takes 0.058 s, and an iteration of two sequences 0.011 s.
-    by_computing = _rule(WAAPolicy.WAA_C)
+    by_computing = _rule(AllocationPolicy.WAA_C)
     long = lengths_of([(100, 3)] * 4)
     assert by_computing.divisions(options, times, long, 12)[0] == Division(2, 1)
     # A prompt of one token takes 0.031 s. Its 59 iterations are those of 4.9 steps of 12 slots,
@@ -267,8 +266,8 @@ def test_shares_of_memory_and_of_computation_by_hand():
     assert by_computing.divisions([*options, Division(1, 4)], slow, short, 12)[0] == Division(1, 4)
 
 
-@pytest.mark.parametrize("policy", [WAAPolicy.WAA_C, WAAPolicy.WAA_M])
-def test_under_a_rule_devices_move_only_to_a_division_that_it_gives(policy: WAAPolicy):
+@pytest.mark.parametrize("policy", [AllocationPolicy.WAA_C, AllocationPolicy.WAA_M])
+def test_under_a_rule_devices_move_only_to_a_division_that_it_gives(policy: AllocationPolicy):
     """Or stay; and the schedule is named after the rule."""
     present = Division(4, 1)
     rule = _rule(policy)
@@ -286,7 +285,9 @@ def test_under_a_rule_devices_move_only_to_a_division_that_it_gives(policy: WAAP
             batch = plan.schedule.encode_batch
             of_batch = rule.divisions(every, times, task, SMALL.max_slots)[batch - 1]
             assert plan.schedule.division == of_batch
-    both = replace(_planner(options), rules=tuple(map(_rule, (WAAPolicy.WAA_C, WAAPolicy.WAA_M))))
+    both = replace(
+        _planner(options), rules=tuple(map(_rule, (AllocationPolicy.WAA_C, AllocationPolicy.WAA_M)))
+    )
     assert _plan(both, LONG_PROMPTS).answers_per_s >= plan.answers_per_s
 
 

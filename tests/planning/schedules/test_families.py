@@ -15,7 +15,7 @@ from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, Invali
 from jaxserve.core.request import Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
-from jaxserve.planning.schedules import LatencyBounds, Plan, lengths_of
+from jaxserve.planning.schedules import LatencyBounds, SchedulePlan, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.families import FamiliesPlanner, planner_of
 from jaxserve.planning.schedules.frontier import FamiliesSearch, frontier_of, neighbours_of
@@ -56,7 +56,7 @@ def _heavy(seed: int, num: int = 300) -> list[tuple[int, int]]:
 
 
 def _timings(
-    pairs: list[tuple[int, int]], plan: Plan, config: EngineConfig = CONFIG
+    pairs: list[tuple[int, int]], plan: SchedulePlan, config: EngineConfig = CONFIG
 ) -> list[Timing]:
     items = [WorkloadItem(prompt_token_ids=(1,) * p, num_output_tokens=o) for p, o in pairs]
     policy = replace(PRESETS["vllm_like"], iteration=plan.iteration())

@@ -24,9 +24,15 @@ from jaxserve.planning.schedules.frontier import (
     frontier_of,
     neighbours_of,
 )
-from jaxserve.planning.schedules.search import enumerate_all, throughput_under
+from jaxserve.planning.schedules.search import throughput_under
 from tests.common.tiers import some
-from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of, random_case
+from tests.planning.schedules.made_up import (
+    MadeUpCost,
+    cluster_of,
+    enumerate_all,
+    model_of,
+    random_case,
+)
 from tests.planning.schedules.step_times import plan_rra
 from tests.planning.step_times import CONFIG, made_up
 

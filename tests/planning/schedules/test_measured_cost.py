@@ -18,13 +18,13 @@ from jaxserve.core.request import Timing
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     LatencyBounds,
+    LayerPhase,
     LengthDistribution,
     MeasuredCost,
-    Phase,
-    Plan,
     Points,
     RRAPlanner,
     RRATimeline,
+    SchedulePlan,
     TaskLengths,
     lengths_of,
     measured_deployment,
@@ -79,8 +79,8 @@ def test_an_iteration_costs_what_was_measured():
     cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=12)
     size = 16
     assert size in CONFIG.slot_buckets and size // 2 < 12
-    rest_s = cost.rest_s(Phase.DECODE, np.array([12.0]), 1)[0]
-    attention_s = cost.attention_s(Phase.DECODE, np.array([12.0]), 100.0, 1)[0]
+    rest_s = cost.rest_s(LayerPhase.DECODE, np.array([12.0]), 1)[0]
+    attention_s = cost.attention_s(LayerPhase.DECODE, np.array([12.0]), 100.0, 1)[0]
     loops = 2 * (times.loop_s[size] + times.edit_s) / 12
     assert rest_s + attention_s == pytest.approx(times.decode_s[size](1200) + loops)
     assert attention_s == pytest.approx(times.decode_s[size](1200) - times.decode_s[size](0))
@@ -90,8 +90,8 @@ def test_an_encode_phase_costs_what_was_measured():
     """Three prompts of 60 tokens: one step of the largest size, one admission call, the host."""
     times = like_a_small_model()
     cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=8)
-    rest_s = cost.rest_s(Phase.ENCODE, np.array([180.0]), 1)[0]
-    attention_s = cost.attention_s(Phase.ENCODE, np.array([3.0]), 60.0, 1)[0]
+    rest_s = cost.rest_s(LayerPhase.ENCODE, np.array([180.0]), 1)[0]
+    attention_s = cost.attention_s(LayerPhase.ENCODE, np.array([3.0]), 60.0, 1)[0]
     positions = 3 * 60 * 61 / 2
     expected_s = times.prefill_s[256](positions) + times.head_s[CONFIG.head_buckets[0]]
     expected_s += times.edit_s + times.admit_s + times.plan_s + times.submit_s
@@ -122,10 +122,10 @@ def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: 
         cost = replace(within, num_decodes=num_decodes, most_decodes=None)
         _assert_rises(cost)
         for batch in (1.0, 7.5, 30.0):
-            least_s = within.rest_s(Phase.DECODE, np.array([batch]), 1)
-            least_s = least_s + within.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
-            exact_s = cost.rest_s(Phase.DECODE, np.array([batch]), 1)
-            exact_s = exact_s + cost.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
+            least_s = within.rest_s(LayerPhase.DECODE, np.array([batch]), 1)
+            least_s = least_s + within.attention_s(LayerPhase.DECODE, np.array([batch]), 40.0, 1)
+            exact_s = cost.rest_s(LayerPhase.DECODE, np.array([batch]), 1)
+            exact_s = exact_s + cost.attention_s(LayerPhase.DECODE, np.array([batch]), 40.0, 1)
             assert (least_s <= exact_s * (1 + 1e-9)).all(), (num_decodes, batch)
     _assert_rises(within)
 
@@ -133,11 +133,13 @@ def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: 
 def _assert_rises(cost: MeasuredCost) -> None:
     batch = np.linspace(0.1, 40, 200)
     for length in (1.0, 100.0, 1000.0):
-        total = cost.rest_s(Phase.DECODE, batch, 1)
-        total = total + cost.attention_s(Phase.DECODE, batch, length, 1)
+        total = cost.rest_s(LayerPhase.DECODE, batch, 1)
+        total = total + cost.attention_s(LayerPhase.DECODE, batch, length, 1)
         assert (np.diff(total) >= -1e-12).all()
     lengths = np.linspace(1, 1000, 100)
-    assert (np.diff(cost.attention_s(Phase.DECODE, np.full(100, 7.0), lengths, 1)) >= -1e-12).all()
+    assert (
+        np.diff(cost.attention_s(LayerPhase.DECODE, np.full(100, 7.0), lengths, 1)) >= -1e-12
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -295,12 +297,12 @@ def test_answers_of_one_token_need_no_decode_phase():
     assert plan.answers_per_s > 0
 
 
-def _plan(lengths: Lengths, bound_s: float) -> Plan:
+def _plan(lengths: Lengths, bound_s: float) -> SchedulePlan:
     return plan_rra(like_a_small_model(), CONFIG, lengths, bound_s)
 
 
 @cache
-def _free_plan(lengths: Lengths) -> Plan:
+def _free_plan(lengths: Lengths) -> SchedulePlan:
     return _plan(lengths, math.inf)
 
 

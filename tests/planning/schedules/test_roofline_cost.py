@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.exegpt.scenarios import DEPLOYMENTS
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules import (
     CLUSTERS,
-    DEPLOYMENTS,
     MODELS,
     Cluster,
     LayerCost,
-    Phase,
+    LayerPhase,
     RooflineLayerCost,
     TransformerShape,
 )
@@ -26,25 +26,25 @@ COST = RooflineLayerCost(model_of(2), cluster_of(4))
 
 def test_products_take_their_arithmetic_or_their_weights():
     """20 operations a token; 20 bytes of weights take 0.4 s, as do 10 tokens."""
-    assert COST.rest_s(Phase.DECODE, 1.0, 1) == pytest.approx(0.4)
-    assert COST.rest_s(Phase.DECODE, 10.0, 1) == pytest.approx(0.4)
-    assert COST.rest_s(Phase.ENCODE, 50.0, 1) == pytest.approx(2.0)
-    assert COST.rest_s(Phase.ENCODE, 50.0, 4) == pytest.approx(0.5)
+    assert COST.rest_s(LayerPhase.DECODE, 1.0, 1) == pytest.approx(0.4)
+    assert COST.rest_s(LayerPhase.DECODE, 10.0, 1) == pytest.approx(0.4)
+    assert COST.rest_s(LayerPhase.ENCODE, 50.0, 1) == pytest.approx(2.0)
+    assert COST.rest_s(LayerPhase.ENCODE, 50.0, 4) == pytest.approx(0.5)
     # The head: 4 parameters.
     assert COST.head_s(100.0, 2) == pytest.approx(2 * 4 * 100 / 500 / 2)
 
 
 def test_attention_takes_pairs_to_encode_and_kv_to_decode():
     """12 operations a pair; 12 bytes of KV a position take 0.24 s, their arithmetic 0.024 s."""
-    assert COST.attention_s(Phase.ENCODE, 2.0, 5.0, 1) == pytest.approx(12 * 50 / 500)
-    assert COST.attention_s(Phase.DECODE, 2.0, 5.0, 2) == pytest.approx(0.24 * 10 / 2)
+    assert COST.attention_s(LayerPhase.ENCODE, 2.0, 5.0, 1) == pytest.approx(12 * 50 / 500)
+    assert COST.attention_s(LayerPhase.DECODE, 2.0, 5.0, 2) == pytest.approx(0.24 * 10 / 2)
 
 
 def test_sums_go_round_a_ring():
     """Two sums of 6 bytes a token: half of twice that between two, three quarters among four."""
-    assert COST.sync_s(Phase.DECODE, 10.0, 1) == 0.0
-    assert COST.sync_s(Phase.DECODE, 10.0, 2) == pytest.approx(2 * (60 / 25 + 0.25))
-    assert COST.sync_s(Phase.DECODE, 10.0, 4) == pytest.approx(2 * (1.5 * 60 / 25 + 0.25))
+    assert COST.sync_s(LayerPhase.DECODE, 10.0, 1) == 0.0
+    assert COST.sync_s(LayerPhase.DECODE, 10.0, 2) == pytest.approx(2 * (60 / 25 + 0.25))
+    assert COST.sync_s(LayerPhase.DECODE, 10.0, 4) == pytest.approx(2 * (1.5 * 60 / 25 + 0.25))
 
 
 def test_hand_offs_take_the_link():
@@ -124,7 +124,7 @@ def test_costs_do_not_fall(model: str, cluster: str, num_devices: int):
     assert cost.batching_pays
     num = np.geomspace(0.1, 1e5, 60)
     for degree in devices.degrees:
-        for phase in Phase:
+        for phase in LayerPhase:
             for seconds in (
                 cost.attention_s(phase, num, 100.0, degree),
                 cost.attention_s(phase, 3.0, num, degree),

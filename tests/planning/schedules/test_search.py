@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from benchmarks.exegpt.algorithm_1 import misses_of, monotone_search
+from benchmarks.exegpt.scenarios import DEPLOYMENTS
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import (
     CLUSTERS,
-    DEPLOYMENTS,
     MODELS,
     Deployment,
     LatencyBounds,
@@ -21,20 +22,19 @@ from jaxserve.planning.schedules import (
     RooflineLayerCost,
     TaskLengths,
     Timeline,
-    monotone_search,
     search,
     timelines_of,
 )
-from jaxserve.planning.schedules.monotone import misses_of
+from jaxserve.planning.schedules.layer_cost import Boxes
 from jaxserve.planning.schedules.rra_planner import RememberedTimeline
-from jaxserve.planning.schedules.search import enumerate_all, maximise, shortest, throughput_under
-from jaxserve.planning.schedules.timeline import Boxes
+from jaxserve.planning.schedules.search import maximise, shortest, throughput_under
 from jaxserve.workload.tasks import TASKS
 from tests.common.tiers import some
 from tests.planning.schedules.made_up import (
     MadeUpCost,
     always,
     cluster_of,
+    enumerate_all,
     model_of,
     random_case,
 )

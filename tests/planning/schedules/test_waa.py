@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxserve.planning.schedules import (
+    AllocationPolicy,
     Deployment,
-    Layout,
+    ParallelLayout,
     Points,
-    Policy,
     TaskLengths,
     WAATimeline,
 )
@@ -40,9 +40,11 @@ def _timeline(
     return WAATimeline(deployment, lengths or TaskLengths(always(4), always(5)))
 
 
-def _layout(timeline: WAATimeline, policy: Policy, degree: int = 1, num_sharded: int = 0) -> int:
+def _layout(
+    timeline: WAATimeline, policy: AllocationPolicy, degree: int = 1, num_sharded: int = 0
+) -> int:
     return timeline.layouts.index(
-        Layout(policy=policy, degree=degree, num_sharded_devices=num_sharded)
+        ParallelLayout(policy=policy, degree=degree, num_sharded_devices=num_sharded)
     )
 
 
@@ -106,7 +108,7 @@ def test_micro_batches_shorten_iterations_as_in_figure_4():
     cost = MadeUpCost(token_s=0.01, read_s=0.0, row_s=0.125)
     lengths = TaskLengths(always(1), always(5))
     timeline = _timeline(3, 4, cost=cost, lengths=lengths, is_decoder_only=True)
-    which = _layout(timeline, Policy.WAA_C)
+    which = _layout(timeline, AllocationPolicy.WAA_C)
     points = Points(np.array([which] * 2), np.array([2, 2]), np.array([1, 3]))
     assert [s.num_decode_layers for s in timeline.schedule(points[:1]).stages] == [0, 1, 1, 1]
     figures = timeline.estimate(points)
@@ -146,8 +148,8 @@ def test_devices_are_divided_by_computation_and_by_memory():
     assert by_memory[0] == pytest.approx(encode_bytes / (encode_bytes + decode_bytes))
     groups = divide(timeline.layouts, 4, (by_time, by_memory))
     by_layout = dict(zip(timeline.layouts, groups.num_encode[:, 0].tolist(), strict=True))
-    assert by_layout[Layout(policy=Policy.WAA_C)] == 2
-    assert by_layout[Layout(policy=Policy.WAA_M)] == 1
+    assert by_layout[ParallelLayout(policy=AllocationPolicy.WAA_C)] == 2
+    assert by_layout[ParallelLayout(policy=AllocationPolicy.WAA_M)] == 1
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,9 @@ def test_groups_end_between_stages(
     degree: int, num_sharded: int, share: float, expected: tuple[int, ...]
 ):
     """Eight devices: the encode group's share is rounded to whole stages."""
-    layout = Layout(policy=Policy.WAA_C, degree=degree, num_sharded_devices=num_sharded)
+    layout = ParallelLayout(
+        policy=AllocationPolicy.WAA_C, degree=degree, num_sharded_devices=num_sharded
+    )
     groups = divide((layout,), 8, (np.array([share]), np.array([0.5])))
     found = (
         groups.num_encode,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.planning import GroupTimes, simulate
-from jaxserve.planning.schedules import LatencyBounds, Plan, lengths_of
+from jaxserve.planning.schedules import LatencyBounds, SchedulePlan, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
@@ -42,7 +42,7 @@ def _drawn(outputs: Lengths, num: int, rng: np.random.Generator) -> list[tuple[i
 
 
 def _served(
-    lengths: Sequence[tuple[int, int]], plan: Plan, pilot: AdaptingPilot | None = None
+    lengths: Sequence[tuple[int, int]], plan: SchedulePlan, pilot: AdaptingPilot | None = None
 ) -> list[tuple[float, float]]:
     """Return answers/s and the share in the bound, from the drift on and from its second half on.
 

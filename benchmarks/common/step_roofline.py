@@ -1,36 +1,16 @@
-"""Step costs on a device that is described by its rooflines."""
+"""Step costs on devices that are described by their rooflines, for simulations."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class DeviceRoofs:
-    """The limits of a device.
-
-    Attributes:
-      flops: operations per second, in the model's precision.
-      memory_bytes_per_s: bandwidth of device memory.
-      link_bytes_per_s: bandwidth between device and host, in each direction.
-      memory_bytes: size of device memory.
-      peer_bytes_per_s: bandwidth between neighbouring devices of a machine.
-    """
-
-    flops: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    memory_bytes: float
-    peer_bytes_per_s: float = math.inf
 
 
 @final

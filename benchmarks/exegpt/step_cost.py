@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
-from jaxserve.planning.schedules.configuration import Layout
 from jaxserve.planning.schedules.continuous import mixed_iteration_s
-from jaxserve.planning.schedules.pipeline import Pipeline
-from jaxserve.planning.schedules.timeline import Deployment, Phase
+from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Pipeline
+from jaxserve.planning.schedules.schedule import ParallelLayout
 from jaxserve.scheduling.plan import StepPlan
 
 
@@ -45,7 +44,7 @@ class LayerStepCost:
             )
 
     @classmethod
-    def of_layout(cls, deployment: Deployment, layout: Layout) -> LayerStepCost:
+    def of_layout(cls, deployment: Deployment, layout: ParallelLayout) -> LayerStepCost:
         """Return the costs of RRA, whose only group is the whole cluster."""
         return cls(deployment, pipeline_of(deployment, layout))
 
@@ -82,7 +81,7 @@ class LayerStepCost:
         part = np.array([batch / num])
         slowest_s, through_s = pipeline.pass_s(
             cost,
-            Phase.ENCODE,
+            LayerPhase.ENCODE,
             model.num_encode_layers,
             batch=part,
             length=length,
@@ -104,7 +103,7 @@ class LayerStepCost:
         part = np.array([max(1.0, batch / turns)])
         slowest_s, through_s = pipeline.pass_s(
             cost,
-            Phase.DECODE,
+            LayerPhase.DECODE,
             model.num_decode_layers,
             batch=part,
             length=length,
@@ -166,7 +165,7 @@ class MixedStepCost:
         return float(taken_s[0])
 
 
-def pipeline_of(deployment: Deployment, layout: Layout) -> Pipeline:
+def pipeline_of(deployment: Deployment, layout: ParallelLayout) -> Pipeline:
     cluster = deployment.cluster
     return Pipeline.of(
         np.array([cluster.num_devices]),

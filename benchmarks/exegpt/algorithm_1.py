@@ -9,10 +9,9 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.configuration import Points
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
-from jaxserve.planning.schedules.search import Candidate, Score, maximise, throughput_under
-from jaxserve.planning.schedules.timeline import Timeline
+from jaxserve.planning.schedules.layer_cost import Timeline
+from jaxserve.planning.schedules.schedule import Estimates, LatencyBounds, Points
+from jaxserve.planning.schedules.search import Incumbent, Score, maximise, throughput_under
 
 # Tolerance of throughput and latency (section 7.8, table 5).
 TOLERANCE = 0.05
@@ -80,7 +79,7 @@ def monotone_search(
     *,
     tolerance: float = TOLERANCE,
     at_a_time: int = _AT_A_TIME,
-) -> Candidate:
+) -> Incumbent:
     """Return the best configuration that Algorithm 1 finds over all policies and degrees.
 
     It is the best of all if throughput and latency are monotone in every variable within the
@@ -90,7 +89,7 @@ def monotone_search(
       tolerance: share of the bounds by which a block's first corner may miss them, and of the
         throughput by which its last corner may be below the best (epsilon_L, epsilon_T).
     """
-    best = Candidate()
+    best = Incumbent()
     for timeline in timelines:
         for space in _Space.all_of(timeline):
             best = _BranchAndBound(space, bounds, tolerance, at_a_time).run(best)
@@ -107,7 +106,7 @@ class _BranchAndBound:
         self._tolerance = tolerance
         self._at_a_time = at_a_time
 
-    def run(self, best: Candidate) -> Candidate:
+    def run(self, best: Incumbent) -> Incumbent:
         first, last = (0, 0, 0), self._space.last
         figures, best = self._evaluated([first, last], best)
         if not self._widened.met(figures)[0]:
@@ -130,7 +129,7 @@ class _BranchAndBound:
         return best
 
     def _popped(
-        self, queue: list[_ConfigurationBlock], best: Candidate
+        self, queue: list[_ConfigurationBlock], best: Incumbent
     ) -> list[_ConfigurationBlock]:
         """Remove the most promising blocks from the queue; none if all are worse than the best."""
         blocks = []
@@ -143,8 +142,8 @@ class _BranchAndBound:
         return blocks
 
     def _split(
-        self, blocks: list[_ConfigurationBlock], best: Candidate
-    ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], Candidate]:
+        self, blocks: list[_ConfigurationBlock], best: Incumbent
+    ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], Incumbent]:
         """Split blocks in two, by the paper's rule (lines 7 to 10).
 
         The best corner that has one variable raised and keeps the bounds shows which variable to
@@ -165,8 +164,8 @@ class _BranchAndBound:
         return halves, best
 
     def _evaluated(
-        self, corners: list[tuple[int, ...]], best: Candidate
-    ) -> tuple[Estimates, Candidate]:
+        self, corners: list[tuple[int, ...]], best: Incumbent
+    ) -> tuple[Estimates, Incumbent]:
         points = self._space.points(corners)
         figures = self._space.timeline.estimate(points)
         return figures, best.improved_by(self._space.timeline, points, figures, self._score)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from jaxserve.execution.step_cost import StepWork
-from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost
+from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.plan import Row
 from tests.planning.step_times import plan
 
