@@ -91,11 +91,14 @@ class KVCache:
         """Return the part of the cache for a layer with its own buffer."""
         if kind == "attention":
             return self.buffer(index)
-        return KVCache((), (), states=self.states[index : index + 1])
+        own = self.states[index : index + 1] if kind == "recurrent" else ()
+        return KVCache((), (), states=own)
 
     def with_layer(self, kind: LayerKind, index: int, part: KVCache) -> KVCache:
         if kind == "attention":
             return self.with_buffer(index, part)
+        if kind == "mlp":
+            return self
         states = *self.states[:index], *part.states, *self.states[index + 1 :]
         return replace(self, states=states)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, final
@@ -11,12 +12,16 @@ from jax.sharding import Mesh
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.recurrence import Recurrence
 from jaxserve.models.rope import Rope
+from jaxserve.models.routing import ExpertsConfig
 from sharding import check_tensor_axis
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The form of a layer's memory of a sequence: keys and values in pages, or a state in its slot.
-LayerKind = Literal["attention", "recurrent"]
+# The form of a layer's memory of a sequence: keys and values in pages, a state in its slot, or none
+# in a layer that is only an MLP.
+LayerKind = Literal["attention", "recurrent", "mlp"]
+# The form of a layer's MLP: one for all tokens, or a mixture of experts.
+MLPKind = Literal["dense", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class DecoderConfig:
     """The fields that the engine, the cache and the shared layers read; families add their own.
 
     Attributes:
+      intermediate_size: the inner size of a dense MLP.
       dtype: of parameters, activations and, by default, of the KV cache; one of `DTYPES`. A
         checkpoint's own dtype does not matter: `load_model` sets this one.
       max_position_embeddings: the longest context that the model was made for, in tokens, including
@@ -36,6 +42,7 @@ class DecoderConfig:
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
       rotated_layers: whether each layer rotates queries and keys; all do by default.
       recurrence: the states of recurrent layers; None for a model without any.
+      experts: the mixture of experts of layers that have one; None for a model without any.
       decoder_start_token_id: the first token of an encoder-decoder model's answers; None for a
         model without an encoder.
     """
@@ -66,7 +73,10 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...] = ()
     rotated_layers: tuple[bool, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()  # the kind of each layer; all have attention by default
+    # The kind of each layer's MLP; by default all have experts if the model has any.
+    mlp_kinds: tuple[MLPKind, ...] = ()
     recurrence: Recurrence | None = None
+    experts: ExpertsConfig | None = None
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +86,9 @@ class DecoderConfig:
             object.__setattr__(self, "rotated_layers", (True,) * self.num_layers)
         if not self.layer_kinds:
             object.__setattr__(self, "layer_kinds", ("attention",) * self.num_layers)
+        if not self.mlp_kinds:
+            kind = "dense" if self.experts is None else "experts"
+            object.__setattr__(self, "mlp_kinds", (kind,) * self.num_layers)
         for name in _SIZES:
             value = getattr(self, name)
             if value < 1:
@@ -93,21 +106,22 @@ class DecoderConfig:
                     f"{dim} rotated dimensions of head_dim={self.head_dim}: RoPE needs an even "
                     "number, at most head_dim"
                 )
-        if len(self.sliding_windows) != self.num_layers:
-            raise UnsupportedModelError(
-                f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
-            )
-        if len(self.rotated_layers) != self.num_layers:
-            raise UnsupportedModelError(
-                f"{len(self.rotated_layers)} flags of rotation for {self.num_layers} layers"
-            )
-        if len(self.layer_kinds) != self.num_layers:
-            raise UnsupportedModelError(
-                f"{len(self.layer_kinds)} kinds of layers for {self.num_layers} layers"
-            )
+        by_layer = {
+            "sliding windows": self.sliding_windows,
+            "flags of rotation": self.rotated_layers,
+            "kinds of layers": self.layer_kinds,
+            "kinds of MLPs": self.mlp_kinds,
+        }
+        for what, values in by_layer.items():
+            if len(values) != self.num_layers:
+                raise UnsupportedModelError(f"{len(values)} {what} for {self.num_layers} layers")
         if "recurrent" in self.layer_kinds and self.recurrence is None:
             raise UnsupportedModelError(
                 "layer_kinds has recurrent layers and recurrence is missing; pass their sizes"
+            )
+        if "experts" in self.mlp_kinds and self.experts is None:
+            raise UnsupportedModelError(
+                "mlp_kinds has mixtures of experts and experts is missing; pass their sizes"
             )
 
     @property
@@ -126,13 +140,17 @@ class DecoderConfig:
 
     @property
     def num_mlp_parts(self) -> int:
-        """Number of parts into which a mesh can divide an MLP: its inner size, or its experts."""
-        return self.intermediate_size
+        """Number of parts into which a mesh can divide each MLP: inner sizes, and experts."""
+        parts = [self.intermediate_size] if "dense" in self.mlp_kinds else []
+        if self.experts is not None and "experts" in self.mlp_kinds:
+            parts += [self.experts.num, self.experts.shared_size or 0]
+        return math.gcd(*parts)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have one kind, window and rotary embedding, as a scan requires."""
-        layers = zip(self.layer_kinds, self.sliding_windows, self.layer_ropes, strict=True)
+        kinds = zip(self.layer_kinds, self.mlp_kinds, strict=True)
+        layers = zip(kinds, self.sliding_windows, self.layer_ropes, strict=True)
         return len(set(layers)) == 1
 
     @property
@@ -168,7 +186,10 @@ class DecoderConfig:
 
         For facts that config.json does not state.
         """
-        return self
+        if self.experts is None:
+            return self
+        is_fused = not any(".experts.0." in name for name in tensors)
+        return replace(self, experts=replace(self.experts, is_fused=is_fused))
 
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""
@@ -179,6 +200,7 @@ class DecoderConfig:
             sliding_windows=self.sliding_windows[own],
             rotated_layers=self.rotated_layers[own],
             layer_kinds=self.layer_kinds[own],
+            mlp_kinds=self.mlp_kinds[own],
         )
 
     @classmethod
@@ -300,11 +322,12 @@ def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
 _RANGES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 1 << 10)),
     **dict.fromkeys(("num_layers", "num_decoder_layers"), (1, 1 << 10)),
-    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1 << 12)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 1 << 12)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), (1, 1 << 16)),
     **dict.fromkeys(("num_heads", "n_head", "head_dim", "d_kv"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), (1, 1 << 20)),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (1, 1 << 24)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp"), (1, 1 << 24)),
     **dict.fromkeys(("n_inner", "d_ff", "ffn_dim", "vocab_size"), (1, 1 << 24)),
 }
 

@@ -24,7 +24,7 @@ from jaxserve.models import huge_pages
 from jaxserve.models.tokenizer import Tokenizer
 
 # Raise it when the parameters' names, shapes or meaning change.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _log = logging.getLogger(__name__)
 # Entries that threads of this process are writing, by folder.
 _saving: dict[Path, threading.Thread] = {}

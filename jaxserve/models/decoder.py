@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
-from jaxserve.models.config import DecoderConfig, LayerKind
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear, SumsRows
@@ -92,7 +92,8 @@ class Decoder(SumsRows):
             self._add_end(ends)
         if layer_layout == "unrolled":
             new = ParamMaker(rngs, config.dtype)
-            self.blocks = nnx.List([self._block(kind, new) for kind in config.layer_kinds])
+            layers = range(config.num_layers)
+            self.blocks = nnx.List([self._block_class(layer)(config, new) for layer in layers])
         elif layer_layout == "scanned":
             if not config.is_uniform:
                 raise UnsupportedModelError(
@@ -100,7 +101,7 @@ class Decoder(SumsRows):
                     "scanned; use layer_layout='unrolled'"
                 )
             new = ParamMaker(rngs, config.dtype, config.num_layers)
-            self.blocks = self._block(config.layer_kinds[0], new)
+            self.blocks = self._block_class(0)(config, new)
         else:
             raise ValueError(
                 f"layer_layout={layer_layout!r} is unknown; give 'unrolled' or 'scanned'"
@@ -205,11 +206,16 @@ class Decoder(SumsRows):
         logits = linear(hidden, adapter, out_dtype=jnp.float32)
         return soft_capped(logits, self.config.logits_soft_cap)
 
-    def _block(self, kind: LayerKind, new: ParamMaker) -> Block:
-        if kind == "attention":
-            return self.block_class(self.config, new)
+    def _block_class(self, layer: int) -> type[Block]:
+        """Return the class of a layer's block, by its kinds in the config.
+
+        Layers of equal kinds have one class. Parameters of classes that differ in their shapes or
+        tensors have different paths in a block, so that each has its entry in the family's table.
+        """
+        if self.config.layer_kinds[layer] == "attention":
+            return self.block_class
         assert self.recurrent_block_class is not None, "a family without recurrent layers"
-        return self.recurrent_block_class(self.config, new)
+        return self.recurrent_block_class
 
     def _add_embedding(self, new: ParamMaker) -> None:
         """Make the embedding, which also gives the logits if it is tied."""
@@ -272,8 +278,8 @@ class Decoder(SumsRows):
             window = self.config.sliding_windows[layer]
             kind, place = self.config.layer_kinds[layer], self.config.places[layer]
             own = cache.layer(kind, place)
-            if incoming is not None:
-                own = incoming.put(own, 0, incoming.fetch(layer))
+            if incoming is not None and kind == "attention":
+                own = incoming.put(own, 0, incoming.fetch(place))
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
             cache = cache.with_layer(kind, place, own)
             if tap is not None and tap.layer == layer + 1:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, final
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -189,7 +190,7 @@ class Linear:
     """
 
     weight: Any  # nnx.Param or Representation
-    bias: nnx.Param | None = None  # [*out]
+    bias: nnx.Param | None = None  # [*out], or [matrices, *out]
     transposed: bool = field(default=False, metadata=dict(static=True))
     row_kernels: RowKernels | None = field(default=None, metadata=dict(static=True))
 
@@ -216,8 +217,15 @@ class Linear:
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """Return each token times the matrix of its group; see `Representation.grouped_product`."""
-        return representation_of(self.weight).grouped_product(x, sizes, adapter)
+        """Return each token times the matrix of its group, plus the bias of that matrix.
+
+        See `Representation.grouped_product`. Tokens after the last group have arbitrary values.
+        """
+        out = representation_of(self.weight).grouped_product(x, sizes, adapter)
+        if self.bias is None:
+            return out
+        matrix = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right")
+        return out + self.bias[...][jnp.minimum(matrix, len(sizes) - 1)].astype(out.dtype)
 
     def rows(
         self,

@@ -125,6 +125,19 @@ _OTHERS = {
         ),
         {},
     ),
+    "qwen3_moe_mixed": (  # layers with and without experts, a tensor for all experts
+        "Qwen3MoeConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 4},
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+        ),
+        dict(save_original_format=False),
+    ),
     "mamba2": (
         "Mamba2Config",
         dict(

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.families import config_from_hf
-from jaxserve.models.loading import abstract_model, load_params
+from jaxserve.models.loading import abstract_model, fitted, load_params, under_own_names
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.steps.placement import Placement
 from pallas_kernels import Rows
@@ -79,9 +79,11 @@ class Server:
         cls, folder: Path, layer_layout="unrolled", mesh=None, kv_dtype: str = "float32"
     ) -> Server:
         config = config_from_hf(json.loads((folder / "config.json").read_text()))
+        source = under_own_names(SafetensorsSource(folder), config)
+        config = fitted(config, source)
         graphdef, abstract = abstract_model(config, layer_layout=layer_layout)
         shardings = None if mesh is None else state_shardings(abstract, mesh)
-        params = load_params(abstract, config, SafetensorsSource(folder), shardings)
+        params = load_params(abstract, config, source, shardings)
         return cls(graphdef, params, config, layer_layout, kv_dtype)
 
     @property

@@ -143,7 +143,6 @@ def test_gpt3_shapes_have_their_parameters():
         (dict(LLAMA, model_type="opt", ffn_dim=8, _remove_final_layer_norm=True), "_remove"),
         (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
         (dict(GEMMA3, layer_types=["chunked_attention"] * 7), "chunked_attention"),
-        (dict(LLAMA, model_type="qwen3_moe", mlp_only_layers=[1]), "mlp_only_layers"),
     ],
 )
 def test_what_other_families_do_not_support_is_named(given, message):

@@ -112,19 +112,12 @@ def test_null_is_not_absent(kind):
 @pytest.mark.parametrize(
     ("kind", "given", "expected"),
     [
-        ("mixtral", {}, dict(norm_eps=1e-5, num_kv_heads=8, num_experts=8)),
+        ("mixtral", {}, dict(norm_eps=1e-5, num_kv_heads=8)),
         ("gemma2", {}, dict(attention_soft_cap=50.0, logits_soft_cap=30.0)),
         ("gemma2", dict(attn_logit_softcapping=None), dict(attention_soft_cap=None)),
         ("mistral", dict(num_hidden_layers=2), dict(sliding_windows=(4096, 4096))),
         ("mistral", dict(num_hidden_layers=1, sliding_window=None), dict(sliding_windows=(None,))),
         ("qwen3", dict(hidden_size=64, num_attention_heads=32), dict(head_dim=128)),
-        (
-            "qwen3_moe",
-            {},
-            dict(intermediate_size=768, num_experts=128, experts_per_token=8),
-        ),
-        ("qwen3_moe", dict(num_experts=4, num_local_experts=6), dict(num_experts=6)),
-        ("mixtral", dict(num_experts=4, num_local_experts=6), dict(num_experts=4)),
         ("lfm2", dict(block_ff_dim=90, block_multiple_of=8), dict(intermediate_size=64)),
         ("lfm2", dict(tie_embedding=False), dict(tie_word_embeddings=False)),
         (
@@ -132,6 +125,7 @@ def test_null_is_not_absent(kind):
             dict(num_hidden_layers=2, full_attn_idxs=[1]),
             dict(layer_kinds=("recurrent", "attention")),
         ),
+        ("qwen3_moe", {}, dict(intermediate_size=6144)),
         (
             "gptj",
             dict(hidden_size=64, num_attention_heads=4, rotary_dim=8),
@@ -148,6 +142,22 @@ def test_values_that_differ_from_family_to_family(kind, given, expected):
     """Some of the values, spelled out; `_full` has them from transformers 5.24.0, too."""
     config = config_from_hf({"model_type": kind, **given})
     assert {name: getattr(config, name) for name in expected} == expected
+    assert config == config_from_hf(_full(kind, **given))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("mixtral", {}, dict(num=8, size=14336, per_token=2)),
+        ("qwen3_moe", {}, dict(num=128, size=768, per_token=8)),
+        ("qwen3_moe", dict(num_experts=4, num_local_experts=6), dict(num=6)),
+        ("mixtral", dict(num_experts=4, num_local_experts=6), dict(num=4)),
+    ],
+)
+def test_experts_that_differ_from_family_to_family(kind, given, expected):
+    """The same for the sizes of mixtures of experts."""
+    config = config_from_hf({"model_type": kind, **given})
+    assert {name: getattr(config.experts, name) for name in expected} == expected
     assert config == config_from_hf(_full(kind, **given))
 
 

@@ -120,5 +120,5 @@ def test_mixtures_of_experts_are_refused():
         )
     )
     model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
-    with pytest.raises(InvalidConfigError, match="with MixtureOfExperts on a GPU"):
+    with pytest.raises(InvalidConfigError, match="with Experts and MixtureOfExperts on a GPU"):
         Runtime(model, **ON)

@@ -109,7 +109,8 @@ class T5Config(DecoderConfig):
 
     @property
     def encoder(self) -> Self:
-        return replace(self, num_layers=self.num_encoder_layers, sliding_windows=(), layer_kinds=())
+        each = dict.fromkeys(("sliding_windows", "layer_kinds", "mlp_kinds"), ())
+        return replace(self, num_layers=self.num_encoder_layers, **each)
 
     def fitted_to(self, tensors: Collection[str]) -> Self:
         """Correct the tie: transformers 5 writes that all models tie, whether they do or not.

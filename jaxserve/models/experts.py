@@ -1,0 +1,212 @@
+"""The mixture of experts that layers can have instead of an MLP, and its tensors in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import LayerContext
+from jaxserve.models.layers import GatedMLP, gate_of
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import Norm
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.projection import Gate, normed, with_residual
+from jaxserve.models.routing import choose, sum_few
+from jaxserve.models.weights import Tensor, Weight, gate_and_up
+from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_tensor, tensor_index
+
+
+@final
+class Experts(nnx.Module):
+    """The gated MLPs of a mixture.
+
+    gate_up   [experts, embed, 2, mlp]
+    down      [experts, mlp, embed]
+    bgate_up, bdown                       if the config has biases
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        mixture = config.experts
+        assert mixture is not None
+        embed, mlp, num = config.hidden_size, mixture.size, mixture.num
+        self.gate_up = new.weight(
+            ("experts", "embed", None, None), (num, embed, 2, mlp), num_stacked=1
+        )
+        self.down = new.weight(("experts", None, "embed"), (num, mlp, embed), num_stacked=1)
+        has_bias = mixture.has_bias
+        self.bgate_up = new.zeros(("experts", None, None), (num, 2, mlp)) if has_bias else None
+        self.bdown = new.zeros(("experts", "embed"), (num, embed)) if has_bias else None
+
+
+@final
+class MixtureOfExperts(nnx.Module):
+    """Several gated MLPs; a router sends each token to a few of them and weighs their outputs.
+
+        router         [embed, experts]
+        router_bias, correction  [experts]    if the config has them
+        experts        `Experts`
+        shared         the `GatedMLP` that every token goes to, if the config has one
+        shared_gate    [embed, 1]             if the config has it
+
+    Tokens are sorted by expert and multiplied group by group, so that no token is dropped, and each
+    is multiplied only with the weights of its experts. On a mesh, each shard has its share of the
+    experts.
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        mixture = config.experts
+        assert mixture is not None, "a model without experts"
+        self.config, self.activation = mixture, config.activation
+        embed = config.hidden_size
+        self.router = new.weight(("embed", None), (embed, mixture.num), stays_dense=True)
+        if mixture.has_router_bias:
+            self.router_bias = new.zeros((None,), (mixture.num,))
+        if mixture.has_correction:
+            self.correction = new.with_dtype("float32").zeros((None,), (mixture.num,))
+        self.experts = Experts(config, new)
+        if mixture.shared_size is not None:
+            own = replace(config, intermediate_size=mixture.shared_size)
+            self.shared = GatedMLP(own, new)
+        if mixture.has_shared_gate:
+            self.shared_gate = new.weight(("embed", None), (embed, 1), stays_dense=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
+    ) -> Float[Array, "tokens embed"]:
+        config, adapter = self.config, context.adapter
+        x = normed(x, norm)
+        bias = self.router_bias if config.has_router_bias else None
+        logits = Linear(self.router, bias)(x, adapter, out_dtype=jnp.float32)
+        correction = self.correction[...] if config.has_correction else None
+        gates, experts = choose(logits, config, correction)
+        num_shards = num_tensor_shards()
+        mix = over_tensor(
+            partial(
+                _mix,
+                gate=gate_of(self.activation),
+                num_own=config.num // num_shards,
+                num_shards=num_shards,
+                scales_input=config.scales_input,
+            ),
+            in_specs=(P(), P(), P(), P(), P(TENSOR), P(TENSOR)),
+            out_specs=P(),
+        )
+        own = self.experts
+        gate_up, down = Linear(own.gate_up, own.bgate_up), Linear(own.down, own.bdown)
+        out = mix(x, gates, experts, adapter, gate_up, down)
+        if config.shared_size is not None:
+            shared = self.shared(x, context)
+            if config.has_shared_gate:
+                share = Linear(self.shared_gate)(x, adapter, out_dtype=jnp.float32)
+                shared = shared * jax.nn.sigmoid(share).astype(x.dtype)
+            out = out + shared
+        return with_residual(residual, out)
+
+
+def _mix(
+    x: Float[Array, "tokens embed"],
+    gates: Float32[Array, "tokens experts_per_token"],
+    experts: Int32[Array, "tokens experts_per_token"],
+    adapter: Int32[Array, " tokens"] | None,
+    gate_up: Linear,  # weight [own experts, embed, 2, mlp]
+    down: Linear,  # weight [own experts, mlp, embed]
+    *,
+    gate: Gate,
+    num_own: int,
+    num_shards: int,
+    scales_input: bool,
+) -> Float[Array, "tokens embed"]:
+    """Return the weighted sum of each token's experts on this shard."""
+    num_tokens, num_each = experts.shape
+    # Own experts come first; those of other shards are sorted after them, and are in no group.
+    own = experts.reshape(-1) - tensor_index(num_shards) * num_own
+    own = own % (num_own * num_shards)
+    order = jnp.argsort(own, stable=True)
+    sizes = jnp.bincount(own, length=num_own * num_shards)[:num_own].astype(jnp.int32)
+    token = order // num_each
+    adapter = None if adapter is None else adapter[token]
+    weights = gates.astype(x.dtype)
+    inputs = x[token] * weights.reshape(-1, 1)[order] if scales_input else x[token]
+    both = gate_up.grouped(inputs, sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
+    out = down.grouped(gate(both), sizes, adapter)
+    # Undo the sort: token t's i-th expert is at t * num_each + i.
+    out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
+    out = out.reshape(num_tokens, num_each, -1)
+    return sum_over_tensor(sum_few(out if scales_input else out * weights[..., None]), num_shards)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """The names of a mixture's tensors in checkpoints, after the layer's.
+
+    Attributes:
+      gate, up, down: the projections of an expert with a tensor for each; names after
+        `experts.{number}.`.
+      gate_up, down_all: the tensors of all experts, which a checkpoint can have instead.
+      gate_up_axes, down_axes: the layouts of these two, by the axes expert (n), embed (e), gate or
+        up (u) and the inner one (m).
+    """
+
+    mlp: str = "mlp."
+    router: str = "gate.weight"
+    router_bias: str = "gate.bias"
+    correction: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up: str = "experts.gate_up_proj"
+    down_all: str = "experts.down_proj"
+    gate_up_axes: str = "n (u m) e"
+    down_axes: str = "n e m"
+    shared: str = "shared_expert."
+    shared_gate: str = "shared_expert_gate.weight"
+
+
+def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dict[str, Weight]:
+    """Return the weights of a `MixtureOfExperts`; `layer` begins the names of its tensors."""
+    mixture = config.experts
+    if mixture is None:
+        return {}
+    mlp, path = layer + names.mlp, "blocks.mlp."
+    if mixture.is_fused:
+        gates_and_ups = [Tensor(mlp + names.gate_up, names.gate_up_axes)]
+        downs = [Tensor(mlp + names.down_all, names.down_axes)]
+    else:
+        each = [(n, f"{mlp}experts.{n}.") for n in range(mixture.num)]
+        gates_and_ups = [
+            Tensor(f"{name}{which}.weight", "m e", n=n, u=place)
+            for n, name in each
+            for place, which in enumerate((names.gate, names.up))
+        ]
+        downs = [Tensor(f"{name}{names.down}.weight", "e m", n=n) for n, name in each]
+    shared = mlp + names.shared
+    return {
+        f"{path}router": Weight.of(mlp + names.router, "e n", "n e"),
+        f"{path}router_bias": Weight.of(mlp + names.router_bias, "n"),
+        f"{path}correction": Weight.of(mlp + names.correction, "n"),
+        f"{path}experts.gate_up": Weight("n e u m", tuple(gates_and_ups)),
+        f"{path}experts.down": Weight("n m e", tuple(downs)),
+        f"{path}experts.bgate_up": Weight.of(
+            f"{mlp}{names.gate_up}_bias", "n u m", names.gate_up_axes.replace(" e", "")
+        ),
+        f"{path}experts.bdown": Weight.of(f"{mlp}{names.down_all}_bias", "n e"),
+        f"{path}shared.gate_up": gate_and_up(
+            f"{shared}gate_proj.weight", f"{shared}up_proj.weight", "weight"
+        ),
+        f"{path}shared.down": Weight.of(f"{shared}down_proj.weight", "m e", "e m"),
+        f"{path}shared_gate": Weight.of(mlp + names.shared_gate, "e o", "o e"),
+    }

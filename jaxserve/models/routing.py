@@ -1,0 +1,106 @@
+"""The router of a mixture of experts: which experts a token goes to, and with which weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Literal, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import log_sum_exp
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The sizes of a layer's mixture of experts, and how its router chooses.
+
+    A token's scores are the softmax of its router logits, or the sigmoid of each. It goes to the
+    `per_token` experts of the highest scores, and the score of an expert is its gate.
+
+    Attributes:
+      size: the inner size of an expert.
+      normalises_gates: whether a token's gates are scaled to a sum of one.
+      gate_scale: the factor of the gates, after that.
+      num_groups: the number of groups of consecutive experts. A token goes to experts of its
+        `num_chosen_groups` best groups only.
+      group_score: whether a group counts as much as its best expert, or the sum of its two best.
+      has_correction: whether scores have a bias that counts for the choice, and not for the gates.
+      has_router_bias: whether the router's logits have a bias.
+      has_bias: whether the products of the experts have biases.
+      scales_input: whether gates multiply the inputs of the experts instead of their outputs.
+      shared_size: the inner size of the MLP that every token goes to in addition; None without one.
+      has_shared_gate: whether the output of that MLP is multiplied by the sigmoid of a product.
+      is_fused: whether the checkpoint has one tensor for all experts of a layer, instead of one
+        for each.
+    """
+
+    num: int
+    size: int
+    per_token: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalises_gates: bool = True
+    gate_scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: Literal["best", "sum_of_two"] = "sum_of_two"
+    has_correction: bool = False
+    has_router_bias: bool = False
+    has_bias: bool = False
+    scales_input: bool = False
+    shared_size: int | None = None
+    has_shared_gate: bool = False
+    is_fused: bool = False
+
+
+def choose(
+    logits: Float32[Array, "tokens experts"],
+    config: ExpertsConfig,
+    correction: Float32[Array, " experts"] | None = None,
+) -> tuple[Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]]:
+    """Return each token's gates and experts; a token's result does not depend on the others."""
+    if config.scores == "softmax":
+        scores = jnp.exp(logits - log_sum_exp(logits)[:, None])
+    else:
+        scores = jax.nn.sigmoid(logits)
+    # Without anything that shifts scores, logits have the same order, and no ties by rounding.
+    ranks = logits
+    if correction is not None or config.num_groups > 1:
+        ranks = scores if correction is None else scores + correction
+    if config.num_groups > 1:
+        ranks = _in_best_groups(ranks, config)
+    _, experts = lax.top_k(ranks, config.per_token)
+    gates = jnp.take_along_axis(scores, experts, axis=1)
+    if config.normalises_gates:
+        gates = gates / (sum_few(gates)[:, None] + _TINY)
+    return gates if config.gate_scale == 1 else gates * config.gate_scale, experts
+
+
+# Keeps the quotient finite if all sigmoids are zero; no other sum changes by it.
+_TINY = 1e-20
+
+
+def _in_best_groups(
+    ranks: Float32[Array, "tokens experts"], config: ExpertsConfig
+) -> Float32[Array, "tokens experts"]:
+    """Return the ranks, with -inf in all groups except a token's best ones."""
+    grouped = ranks.reshape(ranks.shape[0], config.num_groups, -1)
+    if config.group_score == "best":
+        totals = grouped.max(axis=-1)
+    else:
+        best, second = jnp.moveaxis(lax.top_k(grouped, 2)[0], -1, 0)
+        totals = best + second
+    _, chosen = lax.top_k(totals, config.num_chosen_groups)
+    is_chosen = (chosen[:, :, None] == jnp.arange(config.num_groups)).any(axis=1)
+    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
+
+
+def sum_few(x: Float[Array, "tokens few *shape"]) -> Float[Array, " tokens *shape"]:
+    """Return the sum over the second axis, added in order for any number of tokens."""
+    wide = x.astype(jnp.float32)
+    return reduce(add, (wide[:, i] for i in range(x.shape[1]))).astype(x.dtype)
