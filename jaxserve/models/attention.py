@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import Norm, RMSNorm
+from jaxserve.models.norms import Norm, RMSNorm, WideRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from pallas_kernels import Rows
@@ -120,6 +120,9 @@ class Attention(SumsRows):
         if config.qk_norm:
             self.q_norm = RMSNorm(config, new, of_heads=True)
             self.k_norm = RMSNorm(config, new, of_heads=True)
+        elif config.wide_qk_norm:
+            self.q_norm = WideRMSNorm(config, new, num_heads=group)
+            self.k_norm = WideRMSNorm(config, new, num_heads=1)
 
     def __call__(
         self,
@@ -138,7 +141,9 @@ class Attention(SumsRows):
         kernels = self.row_kernels
         linear = Linear(self.wqkv, self.bqkv, row_kernels=kernels)
         qkv = projected(linear, x, context.adapter, norm=norm)
-        if config.qk_norm:
+        if config.qkv_clip is not None:
+            qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
+        if config.qk_norm or config.wide_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)

@@ -35,8 +35,11 @@ class DecoderConfig:
       max_position_embeddings: the longest context that the model was made for, in tokens, including
         the extension by its rotary embedding's scaling.
       qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
+      qkv_clip: the largest magnitude of the projected queries, keys and values; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
+      wide_qk_norm: whether they have one over all heads together instead.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
+      logits_scale: the factor of the logits; None for no scaling.
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
@@ -64,8 +67,11 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     lm_head_bias: bool = False
+    qkv_clip: float | None = None
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     attention_scale: float | None = None
+    logits_scale: float | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     rope: Rope | None = None  # the rotary embedding; None for learned positions

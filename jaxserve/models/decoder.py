@@ -204,6 +204,8 @@ class Decoder(SumsRows):
         bias = self.lm_head_bias if self.config.lm_head_bias else None
         linear = Linear(weight, bias, transposed=tied, row_kernels=self.row_kernels)
         logits = linear(hidden, adapter, out_dtype=jnp.float32)
+        scale = self.config.logits_scale
+        logits = logits if scale is None else logits * scale
         return soft_capped(logits, self.config.logits_soft_cap)
 
     def _block_class(self, layer: int) -> type[Block]:

@@ -213,3 +213,8 @@ class RecurrentBlock(Block):
 def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Return cap * tanh(x / cap), or `x` itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def scaled(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
+    """Return x * factor in x's dtype, without rounding the factor to it first."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)

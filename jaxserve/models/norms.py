@@ -45,6 +45,26 @@ class RMSNorm(SumsRows):
 
 
 @final
+class WideRMSNorm(SumsRows):
+    """Root-mean-square norm over all heads of a token; `scale` [kv_heads, num_heads, head_dim].
+
+    `num_heads` are those of one KV head: its queries, or its key.
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker, *, num_heads: int):
+        shape = (config.num_kv_heads, num_heads, config.head_dim)
+        self.scale = new.ones(("kv_heads", None, None), shape)
+        self.eps = config.norm_eps
+
+    def __call__(
+        self, x: Float[Array, "tokens kv_heads heads head_dim"]
+    ) -> Float[Array, "tokens kv_heads heads head_dim"]:
+        flat, scale = x.reshape(x.shape[0], -1), self.scale[...].reshape(-1)
+        kernels = self.row_kernels
+        return rms_norm(flat, scale, eps=self.eps, implementation=kernels).reshape(x.shape)
+
+
+@final
 class LayerNorm(SumsRows):
     """Mean and variance norm; `scale` and `bias` [embed]."""
 

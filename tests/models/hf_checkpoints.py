@@ -108,6 +108,43 @@ _OTHERS = {
         ),
         {},
     ),
+    "granite": (
+        "GraniteConfig",
+        dict(
+            **_SIZES,
+            attention_bias=True,
+            mlp_bias=True,
+            embedding_multiplier=6.5,
+            logits_scaling=1.7,
+            residual_multiplier=0.22,
+            attention_multiplier=0.3,
+        ),
+        {},
+    ),
+    "olmo": (
+        "OlmoConfig",
+        dict(**_SIZES, pad_token_id=None, attention_bias=True, clip_qkv=1.5),
+        {},
+    ),
+    "olmo2": ("Olmo2Config", dict(**_SIZES, pad_token_id=None, attention_bias=True), {}),
+    "olmo3": (
+        "Olmo3Config",
+        dict(
+            **_SIZES,
+            **_WINDOWS,
+            pad_token_id=None,
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="yarn",
+                    rope_theta=500.0,
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        {},
+    ),
     "mixtral": (
         "MixtralConfig",
         dict(**_SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=9),

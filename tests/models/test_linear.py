@@ -332,6 +332,8 @@ CASES = (
     ("qwen3_moe", "scanned", 1),
     ("smollm2", "unrolled", 2),
     ("qwen3_moe", "unrolled", 2),
+    ("olmo2", "unrolled", 2),
+    ("granite", "scanned", 1),
 )
 
 

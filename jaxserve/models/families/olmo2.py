@@ -1,0 +1,124 @@
+"""OLMo 2 and 3: norms after attention and MLP, and of all heads; OLMo 3 has windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.models.attention import Attention
+from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.llama import (
+    LAYER,
+    ROTARY_FIELDS,
+    attention_weights,
+    mlp_weights,
+    rotary_decoder_fields,
+)
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Weight
+
+_OLMO2 = ROTARY_FIELDS | dict(
+    vocab_size=50304,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_key_value_heads=None,
+    max_position_embeddings=2048,
+    attention_bias=False,
+    rms_norm_eps=1e-5,
+)
+_FIELDS = {
+    "olmo2": Fields(_OLMO2),
+    "olmo3": Fields(
+        _OLMO2 | dict(rope_theta=5e5, sliding_window=4096, layer_types=None),
+        nullable=("sliding_window",),
+    ),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """OLMo 2 (arXiv:2501.00656) and OLMo 3 (arXiv:2512.13961)."""
+
+    wide_qk_norm: bool = True
+    rope: Rope | None = Rope()
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        fields = _FIELDS[given["model_type"]].read(given)
+        check_is(fields, "hidden_act", ("silu", "swish"))
+        bias = bool(fields["attention_bias"])
+        local_rope = None
+        if fields["model_type"] == "olmo3":
+            fields, local_rope = _by_kind(fields)
+        sizes = rotary_decoder_fields(fields)
+        return cls(**sizes, local_rope=local_rope, qkv_bias=bias, o_bias=bias)
+
+
+def _by_kind(given: dict[str, Any]) -> tuple[dict[str, Any], Rope]:
+    """Return OLMo 3's fields with all kinds of layers, and the rotation of those with a window.
+
+    `rope_scaling` is that of layers without one. A `rope_theta` beside it is that of all layers, as
+    in transformers 4, which writes it there.
+    """
+    num_layers, by_kind = given["num_hidden_layers"], given["rope_parameters"] or {}
+    theta = {"rope_theta": given["rope_theta"]}
+    whole = theta | (by_kind.get("full_attention") or {}) | (given["rope_scaling"] or {})
+    windowed = theta | (by_kind.get("sliding_attention") or {})
+    kinds = given["layer_types"] or [
+        "sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(num_layers)
+    ]
+    given = given | {"rope_parameters": whole, "rope_scaling": None, "layer_types": kinds}
+    return given, Rope.from_hf(windowed, given["max_position_embeddings"])
+
+
+@final
+class Olmo2Block(Block):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        nnx.Module.__init__(self)  # not `Block`'s, whose norms are before attention and MLP
+        self.attention = Attention(config, new)
+        self.attention_end_norm = RMSNorm(config, new)
+        self.mlp = GatedMLP(config, new)
+        self.mlp_end_norm = RMSNorm(config, new)
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        x = x + self.attention_end_norm(self.attention(x, context))
+        return x + self.mlp_end_norm(self.mlp(x, context))
+
+
+@final
+class Olmo2(Decoder):
+    block_class = Olmo2Block
+
+
+def _weights(config: Olmo2Config) -> dict[str, Weight]:
+    attention = LAYER + "self_attn."
+    return {
+        **attention_weights(config),
+        **mlp_weights(),
+        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "k g d", "(k g d)"),
+        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "k x d", "(k x d)"),
+        "blocks.attention_end_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),
+        "blocks.mlp_end_norm.scale": Weight.of(LAYER + "post_feedforward_layernorm.weight"),
+    }
+
+
+FAMILY = Family(fields=_FIELDS, config=Olmo2Config, decoder=Olmo2, weights=_weights)
