@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from typing import Protocol, TypeVar, final
+from typing import final
 
 import numpy as np
 
-from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.links import NO_SUCCESSOR, SubgraphEntry, Waves
-from jaxserve.cells.policy import CellScheduler, CellType, Task, TaskGroup, nodes_of, with_ended
+from jaxserve.cells.cell_graph import NO_SUCCESSOR, CellGraph, SubgraphEntry
+from jaxserve.cells.policy import CellScheduler, CellType, Task, TaskGroup, groups_of
+from jaxserve.cells.tree_shape import Waves
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -42,52 +42,89 @@ class BatchMaker:
         return "batchmaker"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
-        if num_workers == 1 and self.releases_at_submission:
-            return OneWorkerScheduler(types, self.max_tasks_to_submit)
         return BatchMakerScheduler(
             types, num_workers, self.max_tasks_to_submit, self.releases_at_submission
         )
 
 
-class TypeQueue(Protocol):
-    """The ready nodes of a type, of which `num_running` tasks are submitted and not completed."""
-
-    @property
-    def type(self) -> CellType: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    def num_for(self, worker: int) -> int:
-        """Return the number of nodes that a worker may run now."""
-        ...
-
-
-_AnyQueue = TypeVar("_AnyQueue", bound=TypeQueue)
-
-
-def choose(queues: Iterable[_AnyQueue], worker: int) -> _AnyQueue | None:
-    """Return the queue of the type that runs next, or None; `queues` are in order of priority."""
-    idle = some = None
-    for queue in queues:
-        num_ready = queue.num_for(worker)
-        if num_ready >= queue.type.max_batch:
-            return queue
-        if num_ready:
-            if idle is None and queue.num_running == 0:
-                idle = queue
-            if some is None:
-                some = queue
-    return idle or some
-
-
+_FREE = -1  # the worker of a subgraph that any worker may run
+_SEVERAL = -2  # the worker of a subgraph that waits for tasks of several workers
 _NO_NODES = np.zeros(0, np.int64)
 # Number of empty subgraphs that a queue may hold at any size.
 _MAX_GONE = 64
 
 
 @final
-class Release:
+class _Pins:
+    """The worker of each subgraph while tasks of it, or tasks before it, run (lines 20, 21, 27).
+
+    Arrays are int64 [nodes]; a subgraph is identified by its head. A loop that has begun stays
+    pinned, since its state is on its worker.
+
+    Attributes:
+      heads: the head of each node's subgraph.
+      workers: of each head, a worker, `_FREE` or `_SEVERAL`.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((4, 0), np.int64)
+        self._num_released = 0
+        self._grow(64)
+
+    def add(self, heads: np.ndarray, first_node: int) -> None:
+        end = first_node + len(heads)
+        if end > self._rows.shape[1]:
+            self._grow(end)
+        self.heads[first_node:end] = heads + first_node
+        self.workers[first_node:end] = _FREE
+        self._num_running[first_node:end] = 0
+
+    def release(self, head: int) -> None:
+        self._places[head] = self._num_released
+        self._num_released += 1
+
+    def may_run(self, nodes: np.ndarray, worker: int) -> np.ndarray:
+        workers = self.workers[self.heads[nodes]]
+        return (workers == worker) | (workers == _FREE)
+
+    def in_order(self, nodes: np.ndarray) -> np.ndarray:
+        """Return nodes in the order in which their subgraphs were released."""
+        return nodes[np.argsort(self._places[self.heads[nodes]], kind="stable")]
+
+    def submit(self, nodes: np.ndarray, worker: int) -> None:
+        heads = self.heads[nodes]
+        self.workers[heads] = worker
+        np.add.at(self._num_running, heads, 1)
+
+    def submit_before(self, heads: np.ndarray, worker: int) -> None:
+        """Record that nodes before these subgraphs were submitted, one for each edge."""
+        workers = self.workers[heads]
+        self.workers[heads] = np.where((workers == _FREE) | (workers == worker), worker, _SEVERAL)
+        np.add.at(self._num_running, heads, 1)
+
+    def complete(self, nodes: np.ndarray, *, are_loops: bool) -> None:
+        heads = self.heads[nodes]
+        np.subtract.at(self._num_running, heads, 1)
+        if not are_loops:
+            self.workers[heads[self._num_running[heads] == 0]] = _FREE
+
+    def complete_before(self, heads: np.ndarray) -> np.ndarray:
+        """Return those of the subgraphs that waited for several workers, and are free now."""
+        np.subtract.at(self._num_running, heads, 1)
+        free = heads[self._num_running[heads] == 0]
+        waited = free[self.workers[free] == _SEVERAL]
+        self.workers[free] = _FREE
+        return waited
+
+    def _grow(self, num_nodes: int) -> None:
+        self._rows = _grown(self._rows, num_nodes)
+        # For a head: the nodes of it, and the edges from nodes before it, that are submitted and
+        # not completed; and its place in the order of releases.
+        self.heads, self.workers, self._num_running, self._places = self._rows
+
+
+@final
+class _Release:
     """The ready nodes of a subgraph; empty once they are in the front or their graph has left."""
 
     __slots__ = ("nodes", "waves")
@@ -98,37 +135,44 @@ class Release:
 
 
 @final
-class NodeQueue:
+class _NodeQueue:
     """The ready nodes of a type, ordered by the release of their subgraphs.
 
-    The front holds the first of them, slightly more than a batch, so that a task and a cancellation
-    cost the same however many nodes wait.
+    The front holds the first of them, slightly more than a batch for each worker, so that a task
+    and a cancellation cost the same however many nodes wait.
+
+    Attributes:
+      num_running: tasks that are submitted and not completed.
+      pins: None for one worker, which may run every node.
     """
 
-    def __init__(self, type: CellType, index: int):
+    def __init__(self, type: CellType, index: int, pins: _Pins | None):
         self.type = type
         self.index = index
+        self.pins = pins
         self.front = _NO_NODES
         self.num_ready = 0
         self.num_running = 0
-        self._released: deque[Release] = deque()  # after the front
+        self._released: deque[_Release] = deque()  # after the front
         self._num_gone = 0  # empty ones among them
-
-    def num_for(self, worker: int) -> int:
-        return self.num_ready
+        self._taken = _NO_NODES  # places in the front of the nodes that `next` returned
 
     def count_running(self, num: int) -> None:
         self.num_running += num
 
-    def push(self, entry: SubgraphEntry, first_node: int) -> Release:
+    def num_for(self, worker: int) -> int:
+        """Return how many nodes a worker may run; with several workers, a batch at most."""
+        return self.num_ready if self.pins is None else len(self.next(worker))
+
+    def push(self, entry: SubgraphEntry, first_node: int) -> _Release:
         waves = entry.waves
         moved = waves and Waves(waves.nodes + first_node, waves.numbers)
-        release = Release(entry.nodes + first_node, moved)
+        release = _Release(entry.nodes + first_node, moved)
         self._released.append(release)
         self.num_ready += len(release.nodes)
         return release
 
-    def drop(self, release: Release) -> None:
+    def drop(self, release: _Release) -> None:
         if len(release.nodes):
             self.num_ready -= len(release.nodes)
             release.nodes = _NO_NODES
@@ -137,18 +181,36 @@ class NodeQueue:
             self._released = deque([one for one in self._released if len(one.nodes)])
             self._num_gone = 0
 
-    def next(self) -> np.ndarray:
-        most = self.type.max_batch
-        num, parts = len(self.front), [self.front]
+    def next(self, worker: int) -> np.ndarray:
+        """Return the nodes of a worker's next task; `replace` then removes them."""
+        most, pins = self.type.max_batch, self.pins
+        parts = [self.front]
+        num = len(self.front) if pins is None else pins.may_run(self.front, worker).sum()
         while num < most and self._released:
             release = self._released.popleft()
-            self._num_gone -= not len(release.nodes)
-            parts.append(release.nodes)
-            num += len(release.nodes)
+            nodes = release.nodes
+            self._num_gone -= not len(nodes)
+            parts.append(nodes)
+            num += len(nodes) if pins is None else pins.may_run(nodes, worker).sum()
             release.nodes = _NO_NODES
         if len(parts) > 1:
             self.front = np.concatenate(parts)
-        return self.front[:most]
+        if pins is None:
+            return self.front[:most]
+        self._taken = np.flatnonzero(pins.may_run(self.front, worker))[:most]
+        return self.front[self._taken]
+
+    def replace(self, num: int, nodes: np.ndarray) -> None:
+        """Replace the `num` nodes of `next` by nodes of the same subgraphs, in order."""
+        self.num_ready += len(nodes) - num
+        if self.pins is not None:
+            rest = np.delete(self.front, self._taken)
+            self.front = self.pins.in_order(np.concatenate([nodes, rest]))
+            return
+        rest = self.front[num:]
+        self.front = np.concatenate([nodes, rest]) if len(nodes) and len(rest) else rest
+        if not len(rest):
+            self.front = nodes
 
     def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
         """Return nodes and sizes of at most `most` next tasks, and the later nodes.
@@ -172,14 +234,6 @@ class NodeQueue:
         end = sum(sizes[:most])
         return nodes[:end], sizes[:most], nodes[end : end + sum(sizes[most:])]
 
-    def replace(self, num: int, nodes: np.ndarray) -> None:
-        """Replace the first `num` nodes of the front by nodes of the same subgraphs, in order."""
-        rest = self.front[num:]
-        self.front = np.concatenate([nodes, rest]) if len(nodes) and len(rest) else rest
-        if not len(rest):
-            self.front = nodes
-        self.num_ready += len(nodes) - num
-
     def replace_all(self, nodes: np.ndarray) -> None:
         for release in self._released:
             release.nodes = _NO_NODES
@@ -195,10 +249,10 @@ class NodeQueue:
         self.front = front
 
 
-# Rows of `OneWorkerScheduler._state`.
-_NUM_ROWS = 11
 # For each of `Links.rows`, whether it has numbers of nodes.
 _IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
+# Rows of `BatchMakerScheduler._state`.
+_NUM_ROWS = len(_IS_NODE) + 5
 # Replaces the count of a cancelled graph's remaining nodes: it never becomes 0.
 _NEVER = -1
 
@@ -207,7 +261,8 @@ _NEVER = -1
 class _Submitted:
     """Tasks that were submitted together and are not all completed.
 
-    `ends` has, without loops, (number of a task, first node of a graph) of graphs that end with it.
+    `ends` has (number of a task, first node of a graph) of graphs that end with it, where that is
+    known at submission.
     """
 
     __slots__ = ("tasks", "ends", "num_completed")
@@ -219,30 +274,42 @@ class _Submitted:
 
 
 @final
-class OneWorkerScheduler:
-    """The scheduler of `BatchMaker` for one worker; it returns the tasks of `BatchMakerScheduler`.
+class BatchMakerScheduler:
+    """The scheduler of `BatchMaker`: Algorithm 1, with a few NumPy calls for each task.
 
-    A node is ready when the nodes before it have been submitted, or have ended if they are loops.
-    The nodes that follow a task's nodes in their subgraphs replace them in the queue, so that older
+    A node is ready when the nodes before it in its subgraph have been submitted. A subgraph is
+    released when the nodes before it have been submitted, or have completed (`BatchMaker`); loops
+    must have ended. The nodes that follow a task's nodes replace them in the queue, so that older
     subgraphs run first.
     """
 
     wake_s = None
 
-    def __init__(self, types: Sequence[CellType], max_tasks_to_submit: int):
-        self._queues = [NodeQueue(type, index) for index, type in enumerate(types)]
+    def __init__(
+        self,
+        types: Sequence[CellType],
+        num_workers: int,
+        max_tasks_to_submit: int,
+        releases_at_submission: bool,
+    ):
+        self._pins = _Pins() if num_workers > 1 else None
+        self._queues = [_NodeQueue(type, index, self._pins) for index, type in enumerate(types)]
         # Highest priority first; of equal ones, the first of the runtime's cells.
         self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
-        self._has_loops = any(type.is_loop for type in types)
         self._max_tasks = max_tasks_to_submit
+        self._releases_early = releases_at_submission
+        has_loops = any(type.is_loop for type in types)
+        # Whether it is known at submission which graphs end with a task.
+        self._knows_ends = num_workers == 1 and releases_at_submission and not has_loops
         # key -> first node, graph, and its subgraphs that have been released, with their types.
-        self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, Release]]]] = {}
+        self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, _Release]]]] = {}
         self._key_of: dict[int, int] = {}  # first node -> key
         # Subgraphs that are not released: head -> entry, and first node of the graph.
         self._waiting: dict[int, tuple[SubgraphEntry, int]] = {}
         # Node -> its successors (inner, outer), for nodes with several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        self._submitted: deque[_Submitted] = deque()
+        # For each worker, in the order of submission.
+        self._submitted: list[deque[_Submitted]] = [deque() for _ in range(num_workers)]
         # For each node, see `_grow`.
         self._state = np.zeros((_NUM_ROWS, 0), np.int64)
         self._grow(64)
@@ -254,15 +321,17 @@ class OneWorkerScheduler:
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         links, end = graph.links, first_node + len(graph)
         if end > self._state.shape[1]:
-            self._grow(1 << (end - 1).bit_length())
+            self._grow(end)
         self._runs[key] = first_node, graph, []
         self._key_of[first_node] = key
         np.add(links.rows, first_node * _IS_NODE, out=self._of_links[:, first_node:end])
         self._num_left[first_node] = len(graph)
-        if self._has_loops:
+        if not self._knows_ends:
             self._steps_left[first_node:end] = links.max_steps
             self._num_running[first_node:end] = 0
             self._is_over[first_node:end] = 0
+        if self._pins is not None:
+            self._pins.add(links.heads, first_node)
         for node, (inner, outer) in links.several.items():
             self._several[first_node + node] = (
                 [first_node + other for other in inner],
@@ -272,6 +341,10 @@ class OneWorkerScheduler:
             if entry.num_before:
                 self._outer_left[first_node + entry.head] = entry.num_before
                 self._waiting[first_node + entry.head] = entry, first_node
+            elif entry.is_several and self._pins is not None:  # each may run on any worker
+                for node in entry.nodes.tolist():
+                    one = SubgraphEntry(node, entry.type, np.array([node]), 0)
+                    self._push(key, one, first_node)
             else:
                 self._push(key, entry, first_node)
 
@@ -290,19 +363,19 @@ class OneWorkerScheduler:
             self._queues[type].keep((front < first) | (front >= end))
 
     def schedule(self, worker: int, now_s: float) -> Sequence[Task]:
-        queue = choose(self._by_priority, worker)
+        queue = self._choose(worker)
         if queue is None:
             return []
-        if (waves := queue.waves(self._max_tasks)) is not None:
+        if self._pins is None and (waves := queue.waves(self._max_tasks)) is not None:
             nodes, sizes, after = waves
             # No other subgraph depends on a subgraph with waves.
             np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
             queue.replace_all(after)
-            return self._submit(queue, nodes, sizes)
+            return self._submit(queue, worker, nodes, sizes)
         parts: list[np.ndarray] = []
         all_sizes: list[int] = []
         while len(all_sizes) < self._max_tasks:
-            nodes = queue.next()
+            nodes = queue.next(worker)
             if not len(nodes) or (parts and len(nodes) < queue.type.min_batch):
                 break
             num_ready, sizes = len(nodes), [len(nodes)]
@@ -310,27 +383,29 @@ class OneWorkerScheduler:
                 after = self._repeated(nodes)
             else:
                 nodes, sizes = self._batches(queue, nodes, self._max_tasks - len(all_sizes))
-                after = self._followers(nodes[-sizes[-1] :])
+                after = self._followers(nodes[-sizes[-1] :], worker)
             parts.append(nodes)
             all_sizes += sizes
             queue.replace(num_ready, after)
         nodes = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return self._submit(queue, nodes, all_sizes)
+        return self._submit(queue, worker, nodes, all_sizes)
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        submitted = self._submitted[0]
+        (group,) = groups_of(tasks)
+        all_submitted = self._submitted[group.worker]
+        submitted = all_submitted[0]
         begin, own = submitted.num_completed, submitted.tasks
         end = submitted.num_completed = begin + len(tasks)
-        if tasks is not own and not np.array_equal(nodes_of(tasks), own[begin:end].array):
+        if group is not own and not np.array_equal(group.array, own[begin:end].array):
             raise AssertionError("tasks of a worker must be completed in their order")
         if end == len(own):
-            self._submitted.popleft()
+            all_submitted.popleft()
         queue = self._queues[own.type]
         queue.count_running(-len(tasks))
-        if self._has_loops:
-            graphs = self._completed(queue, own[begin:end], ended)
-        else:
+        if self._knows_ends:
             graphs = [first for number, first in submitted.ends if begin <= number < end]
+        else:
+            graphs = self._completed(queue, own[begin:end], ended)
         finished = []
         for first in graphs:
             key = self._key_of.get(first)
@@ -339,21 +414,40 @@ class OneWorkerScheduler:
                 self._forget(key)
         return finished
 
-    def _submit(self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int]) -> TaskGroup:
-        tasks = TaskGroup(queue.index, 0, nodes, sizes)
-        self._submitted.append(_Submitted(tasks, self._counted(nodes, sizes)))
+    def _choose(self, worker: int) -> _NodeQueue | None:
+        """Return the queue of the type that runs next (lines 5 to 10), or None."""
+        idle = some = None
+        for queue in self._by_priority:
+            num_ready = queue.num_for(worker)
+            if num_ready >= queue.type.max_batch:
+                return queue
+            if num_ready:
+                if idle is None and queue.num_running == 0:
+                    idle = queue
+                if some is None:
+                    some = queue
+        return idle or some
+
+    def _submit(
+        self, queue: _NodeQueue, worker: int, nodes: np.ndarray, sizes: list[int]
+    ) -> TaskGroup:
+        tasks = TaskGroup(queue.index, worker, nodes, sizes)
+        ends = self._counted(nodes, sizes) if self._knows_ends else ()
+        self._submitted[worker].append(_Submitted(tasks, ends))
         queue.count_running(len(sizes))
+        if self._pins is not None:
+            self._pins.submit(nodes, worker)
         return tasks
 
     def _batches(
-        self, queue: NodeQueue, nodes: np.ndarray, most: int
+        self, queue: _NodeQueue, nodes: np.ndarray, most: int
     ) -> tuple[np.ndarray, list[int]]:
         """Return the nodes and sizes of the next tasks; the first task has `nodes`.
 
         A later task continues the lines of the previous one (see `Links`), as long as no other node
         can join them.
         """
-        has_room = queue.num_ready == len(nodes)
+        has_room = len(nodes) < queue.type.max_batch or queue.num_ready == len(nodes)
         ahead = self._ahead[nodes]
         alone = self._alone[nodes] if has_room else ahead + 1
         num = min(most, int(alone.min()))
@@ -371,9 +465,7 @@ class OneWorkerScheduler:
         return each[goes_on][: sum(sizes)], sizes
 
     def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[tuple[int, int]]:
-        """Count the nodes of submitted tasks; return `_Submitted.ends` of graphs without loops."""
-        if self._has_loops:
-            return []
+        """Count the nodes of submitted tasks; return `_Submitted.ends`."""
         owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
         is_done = self._num_left[owners] == 0
@@ -386,10 +478,21 @@ class OneWorkerScheduler:
         return list(zip(numbers.tolist(), owners[last].tolist(), strict=True))
 
     def _completed(
-        self, queue: NodeQueue, tasks: TaskGroup, ended: Sequence[Collection[int]]
+        self, queue: _NodeQueue, tasks: TaskGroup, ended: Sequence[Collection[int]]
     ) -> list[int]:
-        """Count the nodes of completed tasks with loops; return the first nodes of ended graphs."""
-        if not queue.type.is_loop:
+        """Count the nodes of completed tasks; return the first nodes of graphs that ended."""
+        pins, is_loop = self._pins, queue.type.is_loop
+        if pins is not None:
+            pins.complete(tasks.array, are_loops=is_loop)
+        if not is_loop:
+            if pins is not None or not self._releases_early:
+                nodes = tasks.array[self._is_over[tasks.array] == 0]  # not cancelled
+                heads = self._successors(nodes, self._outer, 1)
+                if not self._releases_early:
+                    self._release(heads)
+                elif pins is not None:
+                    waited = pins.complete_before(heads)
+                    self._push_all(waited[self._outer_left[waited] == 0])
             return self._left_by(tasks.array)
         found: list[int] = []
         for nodes, own in zip(tasks.arrays(), ended or repeat(()), strict=bool(ended)):
@@ -409,25 +512,38 @@ class OneWorkerScheduler:
         self._steps_left[nodes] -= 1
         return nodes[self._steps_left[nodes] != 0]
 
-    def _followers(self, nodes: np.ndarray) -> np.ndarray:
+    def _followers(self, nodes: np.ndarray, worker: int) -> np.ndarray:
         """Return the nodes that may follow a submitted task's; release the subgraphs after them."""
         after = self._successors(nodes, self._inner, 0)
         np.subtract.at(self._inner_left, after, 1)
-        self._release(self._successors(nodes, self._outer, 1))
+        if self._releases_early:
+            heads = self._successors(nodes, self._outer, 1)
+            if self._pins is not None:
+                self._pins.submit_before(heads, worker)
+            self._release(heads)
         return self._last_of_each(after[self._inner_left[after] == 0])
 
     def _release(self, heads: np.ndarray) -> None:
+        """Release subgraphs for which no edge is left, unless they wait for several workers."""
         if not len(heads):
             return
         np.subtract.at(self._outer_left, heads, 1)
-        for head in self._last_of_each(heads[self._outer_left[heads] == 0]).tolist():
+        ready = heads[self._outer_left[heads] == 0]
+        if self._pins is not None:
+            ready = ready[self._pins.workers[ready] != _SEVERAL]
+        self._push_all(ready)
+
+    def _push_all(self, heads: np.ndarray) -> None:
+        for head in self._last_of_each(heads).tolist():
             entry, first = self._waiting.pop(head)
             self._push(self._key_of[first], entry, first)
 
     def _push(self, key: int, entry: SubgraphEntry, first: int) -> None:
+        if self._pins is not None:
+            self._pins.release(first + entry.head)
         self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
 
-    def _ended(self, queue: NodeQueue, nodes: np.ndarray, ended: Collection[int]) -> np.ndarray:
+    def _ended(self, queue: _NodeQueue, nodes: np.ndarray, ended: Collection[int]) -> np.ndarray:
         """Return the loops whose last step has completed, and submit no further steps of them."""
         self._num_running[nodes] -= 1
         is_last = (self._steps_left[nodes] == 0) & (self._num_running[nodes] == 0)
@@ -468,330 +584,22 @@ class OneWorkerScheduler:
             del self._several[first + node]
 
     def _grow(self, num_nodes: int) -> None:
-        new = np.zeros((_NUM_ROWS, num_nodes), np.int64)
-        new[:, : self._state.shape[1]] = self._state
-        self._state = new
+        new = self._state = _grown(self._state, num_nodes)
         # For each node, see `Links.rows`: its successors; the first node of its graph; the
         # predecessors in its subgraph that have not been submitted; and its line.
         self._of_links = new[: len(_IS_NODE)]
         self._inner, self._outer, self._owner, self._inner_left, self._ahead, self._alone = new[:6]
         # For a head: the edges from other subgraphs for which it waits. For a first node: the
-        # graph's nodes that have not been submitted, or completed if there are loops.
+        # graph's nodes that have not been submitted, or completed unless `_knows_ends`.
         self._outer_left, self._num_left = new[6:8]
         # For a loop: the steps that may be submitted, the submitted and not completed steps, and
-        # whether it has ended.
+        # whether it has ended. A cancelled graph's nodes have all ended.
         self._steps_left, self._num_running, self._is_over = new[8:]
-        self._place = np.zeros(num_nodes, np.int64)
+        self._place = np.zeros(new.shape[1], np.int64)
 
 
-_FREE = -1  # the worker of a subgraph that any worker may run
-_SEVERAL = -2  # the worker of a subgraph that waits for tasks of several workers
-
-
-class _Run:
-    __slots__ = ("key", "graph", "first", "num_left", "dependencies", "subgraphs", "is_over")
-
-    def __init__(self, key: int, graph: CellGraph, first: int):
-        self.key = key
-        self.graph = graph
-        self.first = first
-        self.num_left = len(graph)  # nodes that have not run
-        # For each node: the predecessors in its subgraph that have not been submitted.
-        self.dependencies = list(graph.inner_dependencies)
-        self.subgraphs: list[_Subgraph] = []
-        self.is_over = False
-
-
-class _Subgraph:
-    """A subgraph of a run; on one worker, also all nodes of one entry of `CellGraph.starts`.
-
-    Attributes:
-      num_open: nodes that have not been submitted; a loop counts until it has ended.
-      num_before: edges from nodes of other subgraphs that do not allow it to run yet.
-      num_running: submitted and not completed tasks with its nodes or with nodes before it.
-      worker: the worker of these tasks; `_FREE` without any.
-      place: its key in its type's queue, in the order of release; -1 outside of the queue.
-      is_bound: whether it is a loop that has begun, whose state is on its worker.
-    """
-
-    __slots__ = (
-        "run",
-        "type",
-        "ready",
-        "num_open",
-        "num_before",
-        "num_running",
-        "worker",
-        "place",
-        "steps_left",
-        "is_bound",
-        "is_ended",
-    )
-
-    def __init__(self, run: _Run, type: int, ready: list[int], num_nodes: int, num_before: int):
-        self.run = run
-        self.type = type
-        self.ready = ready
-        self.num_open = num_nodes
-        self.num_before = num_before
-        self.num_running = 0
-        self.worker = _FREE
-        self.place = -1
-        self.steps_left = 0
-        self.is_bound = False
-        self.is_ended = False
-
-
-@final
-class _Queue:
-    """The released subgraphs of a type, which all have ready nodes.
-
-    `num_ready` counts ready nodes that any worker may run, `num_pinned` those of each worker alone.
-    """
-
-    def __init__(self, type: CellType, num_workers: int):
-        self.type = type
-        self.subgraphs: OrderedDict[int, _Subgraph] = OrderedDict()
-        self.num_ready = 0
-        self.num_pinned = [0] * num_workers
-        self.num_running = 0
-        self._next_place = 0
-
-    def num_for(self, worker: int) -> int:
-        return self.num_ready + self.num_pinned[worker]
-
-    def push(self, subgraph: _Subgraph) -> None:
-        subgraph.place = self._next_place
-        self._next_place += 1
-        self.subgraphs[subgraph.place] = subgraph
-        self.count(subgraph.worker, len(subgraph.ready))
-
-    def remove(self, subgraph: _Subgraph) -> None:
-        del self.subgraphs[subgraph.place]
-        subgraph.place = -1
-        self.count(subgraph.worker, -len(subgraph.ready))
-
-    def count(self, worker: int, num: int) -> None:
-        if worker < 0:
-            self.num_ready += num
-        else:
-            self.num_pinned[worker] += num
-
-
-@final
-class BatchMakerScheduler:
-    """The scheduler of `BatchMaker` for any number of workers."""
-
-    wake_s = None
-
-    def __init__(
-        self,
-        types: Sequence[CellType],
-        num_workers: int,
-        max_tasks_to_submit: int,
-        releases_at_submission: bool,
-    ):
-        self._queues = [_Queue(type, num_workers) for type in types]
-        # Highest priority first; of equal ones, the first of the runtime's cells.
-        self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
-        self._index = {id(queue): index for index, queue in enumerate(self._queues)}
-        self._max_tasks = max_tasks_to_submit
-        self._releases_early = releases_at_submission
-        self._runs: dict[int, _Run] = {}
-        # For each worker: (task, [(subgraph, its nodes in the task)]) in the order of submission.
-        self._submitted: list[deque[tuple[Task, list[tuple[_Subgraph, list[int]]]]]] = [
-            deque() for _ in range(num_workers)
-        ]
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._runs)
-
-    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
-        run = self._runs[key] = _Run(key, graph, first_node)
-        for type, nodes in graph.starts:
-            # One worker may run them together. With several workers, each node may run on any.
-            groups = [list(nodes)] if len(self._submitted) == 1 else [[node] for node in nodes]
-            for group in groups:
-                subgraph = _Subgraph(run, type, group, len(group), 0)
-                run.subgraphs += [subgraph] * len(group)
-                self._queues[type].push(subgraph)
-        for spec in graph.later_subgraphs:
-            subgraph = _Subgraph(
-                run, spec.type, list(spec.first), len(spec.nodes), spec.num_dependencies
-            )
-            if self._queues[spec.type].type.is_loop:
-                subgraph.steps_left = graph.max_steps[spec.nodes[0]]
-            run.subgraphs.append(subgraph)
-            if spec.num_dependencies == 0:
-                self._queues[spec.type].push(subgraph)
-
-    def cancel(self, key: int) -> None:
-        run = self._runs.pop(key)
-        run.is_over = True
-        for subgraph in run.subgraphs:
-            if subgraph.place >= 0:
-                self._queues[subgraph.type].remove(subgraph)
-
-    def schedule(self, worker: int, now_s: float) -> list[Task]:
-        queue = choose(self._by_priority, worker)
-        if queue is None:
-            return []
-        index = self._index[id(queue)]
-        tasks: list[Task] = []
-        while len(tasks) < self._max_tasks:
-            nodes, members = _form_batch(queue, worker)
-            if not nodes or (tasks and len(nodes) < queue.type.min_batch):
-                break
-            task = Task(index, nodes, worker)
-            tasks.append(task)
-            queue.num_running += 1
-            self._submitted[worker].append((task, members))
-            self._update(queue, members, worker)
-        return tasks
-
-    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        pairs = with_ended(tasks, ended)
-        return [key for task, own in pairs for key in self._complete(task, own)]
-
-    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
-        submitted, members = self._submitted[task.worker].popleft()
-        if submitted is not task:
-            raise AssertionError("tasks of a worker must be completed in their order")
-        queue = self._queues[task.type]
-        queue.num_running -= 1
-        is_loop = queue.type.is_loop
-        finished: list[int] = []
-        for subgraph, nodes in members:
-            subgraph.num_running -= 1
-            run = subgraph.run
-            if run.is_over:
-                continue
-            if is_loop:
-                nodes = self._loop_ended(subgraph, nodes, ended)
-            if subgraph.num_running == 0:
-                self._unpin(subgraph)
-            if not nodes:
-                continue
-            run.num_left -= len(nodes)
-            after = run.graph.outer_successors
-            for node in nodes:
-                for other in after[node]:
-                    self._completed_before(run.subgraphs[other], is_loop)
-            if run.num_left == 0:
-                run.is_over = True
-                del self._runs[run.key]
-                finished.append(run.key)
-        return finished
-
-    def _update(
-        self, queue: _Queue, members: list[tuple[_Subgraph, list[int]]], worker: int
-    ) -> None:
-        num_taken = num_new = num_pinned = 0
-        is_loop = queue.type.is_loop
-        for subgraph, nodes in members:
-            run, ready = subgraph.run, subgraph.ready
-            num = len(nodes)
-            if subgraph.worker != worker:  # it was free: its ready nodes are this worker's now
-                num_pinned += len(ready)
-                subgraph.worker = worker
-            subgraph.num_running += 1
-            num_taken += num
-            if is_loop:
-                subgraph.is_bound = True
-                subgraph.steps_left -= 1
-                if subgraph.steps_left:
-                    num_new += 1
-                    continue
-            # Followers come before nodes that did not fit into the task.
-            ready, rest = [], ready[num:]
-            subgraph.num_open -= num
-            if subgraph.num_open:
-                dependencies, after = run.dependencies, run.graph.inner_successors
-                for node in nodes:
-                    for other in after[node]:
-                        dependencies[other] -= 1
-                        if dependencies[other] == 0:
-                            ready.append(other)
-                num_new += len(ready)
-            ready += rest
-            subgraph.ready = ready
-            if self._releases_early and not is_loop:
-                outer = run.graph.outer_successors
-                for node in nodes:
-                    for other in outer[node]:
-                        self._submitted_before(run.subgraphs[other], worker)
-            if not ready:
-                del queue.subgraphs[subgraph.place]
-                subgraph.place = -1
-        queue.num_ready -= num_pinned
-        queue.num_pinned[worker] += num_pinned - num_taken + num_new
-
-    def _loop_ended(
-        self, subgraph: _Subgraph, nodes: list[int], ended: Collection[int]
-    ) -> list[int]:
-        """Return the node of a loop if this step was its last one; otherwise nothing."""
-        if subgraph.is_ended:
-            return []
-        if subgraph.run.first + nodes[0] not in ended and (
-            subgraph.steps_left or subgraph.num_running
-        ):
-            return []
-        subgraph.is_ended = True
-        if subgraph.place >= 0:
-            self._queues[subgraph.type].remove(subgraph)
-        return nodes
-
-    def _submitted_before(self, subgraph: _Subgraph, worker: int) -> None:
-        subgraph.num_running += 1
-        if subgraph.worker == _FREE:
-            subgraph.worker = worker
-        elif subgraph.worker != worker:
-            subgraph.worker = _SEVERAL
-        subgraph.num_before -= 1
-        if subgraph.num_before == 0 and subgraph.worker != _SEVERAL:
-            self._queues[subgraph.type].push(subgraph)
-
-    def _completed_before(self, subgraph: _Subgraph, is_loop: bool) -> None:
-        if self._releases_early and not is_loop:
-            subgraph.num_running -= 1
-            if subgraph.num_running == 0:
-                was_waiting = subgraph.worker == _SEVERAL and subgraph.num_before == 0
-                self._unpin(subgraph)
-                if was_waiting:
-                    self._queues[subgraph.type].push(subgraph)
-            return
-        subgraph.num_before -= 1
-        if subgraph.num_before == 0 and subgraph.worker != _SEVERAL:
-            self._queues[subgraph.type].push(subgraph)
-
-    def _unpin(self, subgraph: _Subgraph) -> None:
-        """Let any worker run a subgraph, unless it is a loop that has begun and not ended."""
-        if subgraph.is_bound and not subgraph.is_ended:
-            return
-        if subgraph.place >= 0:
-            queue = self._queues[subgraph.type]
-            queue.count(subgraph.worker, -len(subgraph.ready))
-            queue.count(_FREE, len(subgraph.ready))
-        subgraph.worker = _FREE
-
-
-def _form_batch(queue: _Queue, worker: int) -> tuple[list[int], list[tuple[_Subgraph, list[int]]]]:
-    room = queue.type.max_batch
-    nodes: list[int] = []
-    members: list[tuple[_Subgraph, list[int]]] = []
-    for subgraph in queue.subgraphs.values():
-        if subgraph.worker != worker and subgraph.worker != _FREE:
-            continue
-        ready, first = subgraph.ready, subgraph.run.first
-        if len(ready) > room:
-            ready = ready[:room]
-        members.append((subgraph, ready))
-        if len(ready) == 1:
-            nodes.append(first + ready[0])
-        else:
-            nodes += [first + node for node in ready]
-        room -= len(ready)
-        if room == 0:
-            break
-    return nodes, members
+def _grown(rows: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Return rows [n, nodes] for at least `num_nodes`, with the same values so far."""
+    new = np.zeros((len(rows), 1 << (num_nodes - 1).bit_length()), np.int64)
+    new[:, : rows.shape[1]] = rows
+    return new

@@ -2,20 +2,95 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.links import Links, SubgraphEntry, chain_links, links_of
 from jaxserve.cells.lru_cache import LRUCache
-from jaxserve.cells.tree_shape import TreeShape, tree_links
+from jaxserve.cells.tree_shape import TreeShape, Waves
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
 # See `CellGraph`.
 _Structure: TypeAlias = "tuple[tuple[int, ...], _Edges, tuple[int, ...], frozenset[int]]"
+
+# Values without a single successor. After adding a graph's first node id they stay distinct and
+# negative.
+NO_SUCCESSOR = -(1 << 40)
+SEVERAL = 2 * NO_SUCCESSOR
+# More tasks than a graph has nodes.
+_ANY_NUMBER = 1 << 40
+# `Links.rows` of a node within a chain and within a tree, except its number and those after it.
+_IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
+_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
+
+
+class SubgraphEntry(NamedTuple):
+    """The nodes of a subgraph that are ready when the nodes before the subgraph have run.
+
+    A subgraph is a set of connected nodes of one type (thesis, 2.4.3); a loop's node is one by
+    itself. All nodes of a type that depend on nothing and are subgraphs by themselves, such as the
+    leaves of a tree, have one entry, which `is_several`.
+
+    Attributes:
+      head: the first node of the subgraph, which identifies it.
+      nodes: int64 [n], those without a predecessor in the subgraph.
+      num_before: edges from nodes of other subgraphs.
+      waves: the subgraph's waves, if they are known.
+    """
+
+    head: int
+    type: int
+    nodes: np.ndarray
+    num_before: int
+    is_several: bool = False
+    waves: Waves | None = None
+
+
+class Links(NamedTuple):
+    """The edges of a graph as arrays int64 [nodes], for a scheduler that handles a task at once.
+
+    Attributes:
+      inner: the successor of each node in its own subgraph; `NO_SUCCESSOR`, or `SEVERAL`.
+      outer: likewise, the head of the subgraph of its successor in another one.
+      num_inner: the predecessors of each node in its own subgraph.
+      ahead: how many nodes follow each one in a line: those with the next numbers, each the only
+        successor of the previous one, which is its only predecessor in the subgraph.
+      alone: for how many tasks, from each node's own on, its line makes no other node ready; a
+        large number if nothing follows the line, else the nodes that are left of it.
+      rows: [6, nodes]: `inner`, `outer`, zeros, `num_inner`, `ahead` and `alone`.
+      max_steps: most times that each node runs.
+      heads: the head of each node's subgraph; of an entry that `is_several`, the node itself.
+      several: node -> its successors (inner, outer), if it has several of either.
+      entries: in the order in which subgraphs without a node before them are released.
+    """
+
+    rows: np.ndarray
+    max_steps: np.ndarray
+    heads: np.ndarray
+    several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
+    entries: tuple[SubgraphEntry, ...]
+
+    @property
+    def inner(self) -> np.ndarray:
+        return self.rows[0]
+
+    @property
+    def outer(self) -> np.ndarray:
+        return self.rows[1]
+
+    @property
+    def num_inner(self) -> np.ndarray:
+        return self.rows[3]
+
+    @property
+    def ahead(self) -> np.ndarray:
+        return self.rows[4]
+
+    @property
+    def alone(self) -> np.ndarray:
+        return self.rows[5]
 
 
 @final
@@ -52,10 +127,6 @@ class CellGraph:
     def __len__(self) -> int:
         return len(self.types)
 
-    def prepare(self, num_workers: int) -> None:
-        """Compute what a scheduler of a number of workers reads; any thread may call it."""
-        _ = self.links if num_workers == 1 else self._partition
-
     @cached_property
     def predecessors(self) -> _Edges:
         """For each node the nodes whose outputs it takes, each once."""
@@ -88,96 +159,9 @@ class CellGraph:
         return tuple(depths)
 
     @cached_property
-    def subgraphs(self) -> tuple[Subgraph, ...]:
-        """The partition into subgraphs; a subgraph follows those it depends on."""
-        alone = [Subgraph(type, (node,), (node,), 0) for type, some in self.starts for node in some]
-        return *alone, *self.later_subgraphs
-
-    @property
-    def starts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(type, nodes) of nodes without dependencies that are single subgraphs, except loops.
-
-        All nodes of one type are in one entry, such as the leaves of a tree.
-        """
-        return self._partition.starts
-
-    @property
-    def num_starts(self) -> int:
-        return self._partition.num_starts
-
-    @property
-    def later_subgraphs(self) -> tuple[Subgraph, ...]:
-        return self._partition.later_subgraphs
-
-    @cached_property
-    def subgraph_of(self) -> tuple[int, ...]:
-        return self._partition.subgraph_of
-
-    @cached_property
-    def inner_dependencies(self) -> tuple[int, ...]:
-        return self._partition.inner_dependencies
-
-    @cached_property
-    def inner_successors(self) -> _Edges:
-        return self._partition.inner_successors
-
-    @cached_property
-    def outer_successors(self) -> _Edges:
-        """For each node, the subgraph of each of its successors in other subgraphs."""
-        return self._partition.outer_successors
-
-    @cached_property
     def links(self) -> Links:
-        if self._given_links is not None:
-            return self._given_links
-        parts = self._partition
-        starts = [SubgraphEntry(some[0], type, np.array(some), 0) for type, some in parts.starts]
-        later = [
-            SubgraphEntry(part.nodes[0], part.type, np.array(part.first), part.num_dependencies)
-            for part in parts.later_subgraphs
-        ]
-        heads = [entry.head for entry in later]
-        return links_of(
-            parts.inner_successors,
-            [[heads[to - parts.num_starts] for to in some] for some in parts.outer_successors],
-            parts.inner_dependencies,
-            self.max_steps,
-            (*starts, *later),
-        )
-
-    @cached_property
-    def _partition(self) -> _Partition:
-        return _partition(self)
-
-
-class _Partition(NamedTuple):
-    starts: tuple[tuple[int, tuple[int, ...]], ...]
-    num_starts: int
-    later_subgraphs: tuple[Subgraph, ...]
-    subgraph_of: tuple[int, ...]
-    inner_dependencies: tuple[int, ...]
-    inner_successors: _Edges
-    outer_successors: _Edges
-
-
-@final
-class Subgraph:
-    """Connected nodes of one type whose other dependencies are all before them (thesis, 2.4.3).
-
-    A loop's node is a subgraph by itself. Nodes are in order, dependencies first; `first` are those
-    without a predecessor in the subgraph. It may run when all nodes at the other ends of its
-    `num_dependencies` edges from outside have run.
-    """
-
-    __slots__ = ("type", "nodes", "first", "num_dependencies")
-
-    def __init__(
-        self, type: int, nodes: tuple[int, ...], first: tuple[int, ...], num_dependencies: int
-    ):
-        self.type = type
-        self.nodes = nodes
-        self.first = first
-        self.num_dependencies = num_dependencies
+        """The edges, and the partition into subgraphs; any thread may compute them."""
+        return self._given_links or _links_of(self)
 
 
 # Sentences have few distinct lengths. Trees rarely repeat, and cost the garbage collector time.
@@ -197,96 +181,113 @@ def cell_graph(
     return found or _structures.add(key, CellGraph(*key), len(types))
 
 
+def chain_graph(type: int, num_nodes: int) -> CellGraph:
+    found = _chains.get((type, num_nodes))
+    if found is not None:
+        return found
+    rows = np.empty((6, num_nodes), np.int64)
+    rows[:] = _IN_CHAIN
+    rows[0] = np.arange(1, num_nodes + 1)
+    rows[0, -1] = NO_SUCCESSOR
+    rows[3, 0] = 0
+    rows[4] = np.arange(num_nodes)[::-1]
+    heads = np.zeros(num_nodes, np.int64)
+    entries = (SubgraphEntry(0, type, np.zeros(1, np.int64), 0),)
+    graph = CellGraph(
+        (type,) * num_nodes,
+        lambda: ((), *((node,) for node in range(num_nodes - 1))),
+        (1,) * num_nodes,
+        links=Links(rows, np.ones(num_nodes, np.int64), heads, {}, entries),
+    )
+    return _chains.add((type, num_nodes), graph, num_nodes)
+
+
 def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
-    num_leaves = len(shape.pairs) + 1
-    types, max_steps = _nodes_of_trees(leaf_type, pair_type, num_leaves)
+    pairs, waves = shape.pairs, shape.waves
+    num = len(pairs) + 1  # leaves
+    types, max_steps, heads = _nodes_of_trees(leaf_type, pair_type, num)
+    # Each pair is a separate line: lines of pairs in deep trees are not used.
+    rows = np.empty((6, num + len(pairs)), np.int64)
+    rows[:] = _IN_TREE
+    inner, outer, _, num_inner, _, ones = rows
+    inner[pairs] = np.arange(num, num + len(pairs))[:, None]
+    inner[:num] = inner[-1] = NO_SUCCESSOR
+    outer[:num] = num
+    is_pair = pairs >= num
+    num_inner[num:] = is_pair[:, 0]
+    num_inner[num:] += is_pair[:, 1]
+    first = waves.nodes[: waves.numbers.searchsorted(1)]
+    entries = (
+        SubgraphEntry(0, leaf_type, heads[:num], 0, is_several=True),
+        SubgraphEntry(num, pair_type, first, num, waves=waves),
+    )
     return CellGraph(
         types,
-        lambda: (*[()] * num_leaves, *map(tuple, shape.pairs.tolist())),
+        lambda: (*[()] * num, *map(tuple, pairs.tolist())),
         max_steps,
-        links=tree_links(leaf_type, pair_type, shape),
+        links=Links(rows, ones, heads, {}, entries),
     )
 
 
 @lru_cache(maxsize=1024)
 def _nodes_of_trees(
     leaf_type: int, pair_type: int, num_leaves: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
     types = (leaf_type,) * num_leaves + (pair_type,) * (num_leaves - 1)
-    return types, (1,) * len(types)
+    return types, (1,) * len(types), np.minimum(np.arange(len(types)), num_leaves)
 
 
-def chain_graph(type: int, num_nodes: int) -> CellGraph:
-    found = _chains.get((type, num_nodes))
-    if found is not None:
-        return found
-    graph = CellGraph(
-        (type,) * num_nodes,
-        lambda: ((), *((node,) for node in range(num_nodes - 1))),
-        (1,) * num_nodes,
-        links=chain_links(type, num_nodes),
-    )
-    return _chains.add((type, num_nodes), graph, num_nodes)
-
-
-def _partition(graph: CellGraph) -> _Partition:
-    """Return the connected nodes of the same type and phase, and the edges in and between them.
-
-    A node's phase is the maximum over its predecessors of their phase (same type) or their phase
-    plus one (other types). So a path that leaves a subgraph never returns to it.
-    """
-    types, loop_types = graph.types, graph.loop_types
-    leaders, phases = _leaders(graph)
-    roots = [node for node, leader in enumerate(leaders) if node == leader]
-    is_single = [True] * len(types)
-    for node, leader in enumerate(leaders):
-        if node != leader:
-            is_single[leader] = False
-    starts: dict[int, list[int]] = {}
-    later: list[int] = []
-    for root in roots:
-        if is_single[root] and not graph.predecessors[root] and types[root] not in loop_types:
-            starts.setdefault(types[root], []).append(root)
-        else:
-            later.append(root)
-    later.sort(key=phases.__getitem__)
-    index_of = {root: i for i, root in enumerate(itertools.chain(*starts.values(), later))}
-    num_starts = len(roots) - len(later)
-    of = [index_of[leader] for leader in leaders]
-    nodes: list[list[int]] = [[] for _ in roots]
-    first: list[list[int]] = [[] for _ in roots]
-    num_outer = [0] * len(roots)
-    num_inner = [0] * len(types)
-    inner: list[list[int]] = [[] for _ in types]
-    outer: list[list[int]] = [[] for _ in types]
+def _links_of(graph: CellGraph) -> Links:
+    types, heads, phases = graph.types, *_heads(graph)
+    num_nodes, num_inner, num_outer = ([0] * len(types) for _ in range(3))
+    inner, outer, first = ([[] for _ in types] for _ in range(3))  # lists of nodes
     for node, before in enumerate(graph.predecessors):
-        own = of[node]
-        nodes[own].append(node)
+        head = heads[node]
+        num_nodes[head] += 1
         for other in before:
-            if of[other] == own:
+            if heads[other] == head:
                 inner[other].append(node)
                 num_inner[node] += 1
             else:
-                outer[other].append(own)
-                num_outer[own] += 1
+                outer[other].append(head)
+                num_outer[head] += 1
         if not num_inner[node]:
-            first[own].append(node)
-    return _Partition(
-        starts=tuple((type, tuple(some)) for type, some in starts.items()),
-        num_starts=num_starts,
-        later_subgraphs=tuple(
-            Subgraph(types[root], tuple(nodes[index]), tuple(first[index]), num_outer[index])
-            for index, root in enumerate(later, num_starts)
-        ),
-        subgraph_of=tuple(of),
-        inner_dependencies=tuple(num_inner),
-        inner_successors=tuple(map(tuple, inner)),
-        outer_successors=tuple(map(tuple, outer)),
+            first[head].append(node)
+    starts: dict[int, list[int]] = {}
+    later: list[int] = []
+    for head, num in enumerate(num_nodes):
+        if num == 1 and not graph.predecessors[head] and types[head] not in graph.loop_types:
+            starts.setdefault(types[head], []).append(head)
+        elif num:
+            later.append(head)
+    later.sort(key=phases.__getitem__)
+    entries = [
+        SubgraphEntry(some[0], type, np.array(some), 0, is_several=len(some) > 1)
+        for type, some in starts.items()
+    ]
+    entries += [SubgraphEntry(h, types[h], np.array(first[h]), num_outer[h]) for h in later]
+    one_inner, one_outer, before = _only(inner), _only(outer), np.array(num_inner, np.int64)
+    ahead, alone = _lines(one_inner, one_outer, before)
+    return Links(
+        rows=np.stack([one_inner, one_outer, np.zeros_like(before), before, ahead, alone]),
+        max_steps=np.array(graph.max_steps, np.int64),
+        heads=np.array(heads, np.int64),
+        several={
+            node: both
+            for node, both in enumerate(zip(inner, outer, strict=True))
+            if len(both[0]) > 1 or len(both[1]) > 1
+        },
+        entries=tuple(entries),
     )
 
 
-def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
-    """Return for each node the first node of its subgraph, and its phase."""
+def _heads(graph: CellGraph) -> tuple[list[int], list[int]]:
+    """Return for each node the first node of its subgraph, and its phase.
+
+    Connected nodes of one type and phase are a subgraph. A node's phase is the maximum over its
+    predecessors of their phase (same type) or their phase plus one (other types). So a path that
+    leaves a subgraph never returns to it.
+    """
     types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
     leader: list[int] = []  # a node of the same subgraph, finally its first one
@@ -313,3 +314,25 @@ def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
                 a, b = find(node), find(other)
                 leader[max(a, b)] = min(a, b)
     return [find(node) for node in range(len(types))], phases
+
+
+def _only(successors: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the successor of each node if it has one, else `NO_SUCCESSOR` or `SEVERAL`."""
+    return np.array(
+        [some[0] if len(some) == 1 else SEVERAL if some else NO_SUCCESSOR for some in successors],
+        np.int64,
+    )
+
+
+def _lines(
+    inner: np.ndarray, outer: np.ndarray, num_inner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Links.ahead` and `Links.alone`."""
+    numbers = np.arange(len(inner))
+    goes_on = (inner == numbers + 1) & (outer == NO_SUCCESSOR)
+    goes_on[:-1] &= num_inner[1:] == 1
+    ends = np.flatnonzero(~goes_on)
+    last = ends[np.searchsorted(ends, numbers)]
+    frees = (inner[last] != NO_SUCCESSOR) | (outer[last] != NO_SUCCESSOR)
+    ahead = last - numbers
+    return ahead, np.where(frees, ahead + 1, _ANY_NUMBER)

@@ -207,7 +207,6 @@ class CellRuntime:
         clock = WallClock()
         self._layout = layout
         self._policy_name = policy.name
-        self._num_workers = executor.num_workers
         self._clock: Clock = clock
         self._max_nodes = max_nodes
         self._engine = CellEngine(executor, policy, clock, **limits, max_admitted=_CHUNK)
@@ -393,7 +392,7 @@ class CellRuntime:
         refusal = self._engine.refusal(flat.num_slots)
         if refusal is not None:
             raise refusal
-        flat.graph.prepare(self._num_workers)
+        _ = flat.graph.links  # computed here, not on the runtime's thread
         return flat
 
     def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.links import NO_SUCCESSOR, Links, SubgraphEntry, Waves
 from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.core.errors import InvalidGraphError
 
 # A number, such as a token, or a pair of trees.
 NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
 
-# `Links.rows` of a node within a tree, except its number and those after it.
-_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
 # What `marshal` writes for a number, and for a tuple: a byte, and its value or length as an int32.
 _NUMBER, _TUPLE = b"i", b"("
 _RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
+
+
+class Waves(NamedTuple):
+    """The tasks of a subgraph that no other depends on, if each has all of its ready nodes.
+
+    `nodes` int64 [nodes] starts with those of the first task; `numbers` int64 [nodes] are their
+    tasks.
+    """
+
+    nodes: np.ndarray
+    numbers: np.ndarray
 
 
 @final
@@ -160,31 +168,10 @@ def checked_pairs(
     return found
 
 
-def tree_links(leaf_type: int, pair_type: int, shape: TreeShape) -> Links:
-    pairs, waves = shape.pairs, shape.waves
-    num = len(pairs) + 1  # leaves
-    # Each pair is a separate line: lines of pairs in deep trees are not used.
-    rows = np.empty((6, num + len(pairs)), np.int64)
-    rows[:] = _IN_TREE
-    inner, outer, _, num_before, ahead, alone = rows
-    inner[pairs] = np.arange(num, num + len(pairs))[:, None]
-    inner[:num] = inner[-1] = NO_SUCCESSOR
-    outer[:num] = num
-    is_pair = pairs >= num
-    num_before[num:] = is_pair[:, 0]
-    num_before[num:] += is_pair[:, 1]
-    first = waves.nodes[: waves.numbers.searchsorted(1)]
-    entries = (
-        SubgraphEntry(0, leaf_type, np.arange(num), 0),
-        SubgraphEntry(num, pair_type, first, num, waves),
-    )
-    return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
-
-
 def _waves(pairs: np.ndarray) -> Waves:
     """Return the waves of pairs that may be in any order in which each follows what it joins."""
     num = len(pairs) + 1
-    above = [NO_SUCCESSOR] * (num + len(pairs))
+    above = [-1] * (num + len(pairs))
     num_left, wave = [0] * len(above), []  # for each pair, the joined nodes that are in no wave
     for node, (left, right) in enumerate(pairs.tolist(), num):
         above[left] = above[right] = node

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxserve.cells import Graph, Node, SimulatedCell
+from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.values import ValueSpec
 
@@ -94,3 +95,14 @@ def random_graphs(draw: st.DrawFn, cells: tuple[SimulatedCell, ...]) -> Graph:
 def layout_of(*cells: SimulatedCell) -> Layout:
     """Return the layout of cells."""
     return Layout(cells)
+
+
+def check_links(found: CellGraph) -> None:
+    """Check that links that were computed in another way are those of the edges."""
+    wanted = CellGraph(found.types, found.predecessors, found.max_steps).links
+    for name in ("inner", "outer", "num_inner", "max_steps", "heads"):
+        np.testing.assert_array_equal(getattr(found.links, name), getattr(wanted, name))
+    assert found.links.several == wanted.several
+    for ours, theirs in zip(found.links.entries, wanted.entries, strict=True):
+        assert ours._replace(nodes=None, waves=None) == theirs._replace(nodes=None)
+        np.testing.assert_array_equal(ours.nodes, theirs.nodes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.answers import CellAnswer
-from jaxserve.cells.batchmaker import BatchMaker, BatchMakerScheduler, OneWorkerScheduler
+from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import cell_graph, chain_graph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
@@ -20,6 +20,7 @@ from jaxserve.cells.policy import CellType, Task
 from jaxserve.cells.simulation import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
+from tests.cells.reference import Reference
 from tests.common.tiers import some
 
 pytestmark = pytest.mark.fast
@@ -197,7 +198,7 @@ def test_a_loop_stays_on_its_worker():
 def test_loops_of_loops_are_subgraphs_of_their_own():
     """A loop that takes the last value of another one waits for its end."""
     graph = cell_graph((0, 0), ((), (0,)), (3, 3), frozenset({0}))
-    assert [subgraph.nodes for subgraph in graph.subgraphs] == [(0,), (1,)]
+    assert graph.links.heads.tolist() == [0, 1]
 
 
 CELLS = three_cells()
@@ -301,20 +302,22 @@ def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes)
     assert [step.num_rows for step in engine.recorder.records.steps] == sizes
 
 
+@pytest.mark.parametrize("num_workers", some([1, 2, 3]))
 @pytest.mark.parametrize("has_loops", some([True, False]))
 @given(st.data())
-def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
-    """The scheduler of one worker decides as that of several does, also under cancellations.
+def test_it_decides_as_algorithm_1_does(has_loops: bool, num_workers: int, data: st.DataObject):
+    """Its tasks are those of the algorithm node by node, also under cancellations.
 
-    Without loops it knows at submission which graphs end with a task.
+    On one worker without loops it knows at submission which graphs end with a task.
     """
     cells = CELLS if has_loops else (*CELLS[:2], chain_cell(batch_sizes=(2, 4)))
     layout = layout_of(*cells)
     types = layout.cell_types
-    max_tasks = data.draw(st.integers(1, 5))
+    max_tasks, early = data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    policy = BatchMaker(max_tasks_to_submit=max_tasks, releases_at_submission=early)
     both = [
-        OneWorkerScheduler(types, max_tasks),
-        BatchMakerScheduler(types, 1, max_tasks, releases_at_submission=True),
+        policy.new_scheduler(types, num_workers),
+        Reference(types, num_workers, max_tasks, early=early),
     ]
     random = Random(data.draw(st.integers(0, 2**16)))
     if has_loops:
@@ -327,11 +330,11 @@ def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
             for _ in range(data.draw(st.integers(8, 12)))
         ]
     waiting = [flatten(graph, layout, max_nodes=99).graph for graph in graphs]
-    in_flight: deque[tuple[Task, Task]] = deque()
+    in_flight: list[deque[tuple[Task, Task]]] = [deque() for _ in range(num_workers)]
     running: set[int] = set()
     first, key = 0, 0
-    while waiting or in_flight or both[0].has_work:
-        action = random.random()
+    while waiting or any(in_flight) or both[0].has_work:
+        action, worker = random.random(), random.randrange(num_workers)
         if waiting and action < 0.5:
             graph = waiting.pop()
             for chooser in both:
@@ -343,13 +346,15 @@ def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
             running.remove(gone)
             for chooser in both:
                 chooser.cancel(gone)
-        if action < 0.9 and len(in_flight) < 9:
-            ours, wanted = [chooser.schedule(0, 0.0) for chooser in both]
+        mine = in_flight[worker]
+        if action < 0.9 and len(mine) < 9:
+            ours, wanted = [chooser.schedule(worker, 0.0) for chooser in both]
             assert [(t.type, t.nodes) for t in ours] == [(t.type, t.nodes) for t in wanted]
             assert all(task.array.tolist() == task.nodes for task in ours)
-            in_flight.extend(zip(ours, wanted, strict=True))
-        if in_flight and (action > 0.3 or len(in_flight) >= 9):
-            ours, wanted = in_flight.popleft()
+            assert all(task.worker == worker for task in ours)
+            mine.extend(zip(ours, wanted, strict=True))
+        if mine and (action > 0.3 or len(mine) >= 9):
+            ours, wanted = mine.popleft()
             ended = {n for n in ours.nodes if types[ours.type].is_loop and random.random() < 0.3}
             finished = both[0].complete([ours], [ended])
             assert finished == both[1].complete([wanted], [ended])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
 from jaxserve.cells.flat_graph import flatten
-from jaxserve.cells.policy import CellType
 from jaxserve.cells.tree_shape import TreeShape
-from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
+from tests.cells.examples import check_links, layout_of, leaf_cell, merge_cell, tree
 
 pytestmark = pytest.mark.fast
 
@@ -20,26 +20,25 @@ pytestmark = pytest.mark.fast
 def test_a_tree_has_a_subgraph_per_leaf_and_one_for_the_rest():
     """The thesis's example: 16 leaves, and one subgraph of internal nodes."""
     leaf, merge = leaf_cell(), merge_cell()
-    graph = flatten(tree(leaf, merge, 16), layout_of(leaf, merge), max_nodes=99).graph
-    sizes = sorted(len(subgraph.nodes) for subgraph in graph.subgraphs)
-    assert sizes == [1] * 16 + [15]
-    (inner,) = (s for s in graph.subgraphs if s.type == 1)
-    assert inner.num_dependencies == 16
-    assert len(inner.first) == 8
+    links = flatten(tree(leaf, merge, 16), layout_of(leaf, merge), max_nodes=99).graph.links
+    assert sorted(Counter(links.heads.tolist()).values()) == [1] * 16 + [15]
+    leaves, inner = links.entries
+    assert leaves.is_several and (leaves.type, len(leaves.nodes), leaves.num_before) == (0, 16, 0)
+    assert (inner.type, len(inner.nodes), inner.num_before) == (1, 8, 16)
 
 
 def test_a_chain_is_one_subgraph():
     """Its first node is ready at once."""
-    (subgraph,) = chain_graph(0, 5).subgraphs
-    assert subgraph.nodes == (0, 1, 2, 3, 4)
-    assert subgraph.first == (0,)
-    assert subgraph.num_dependencies == 0
+    links = chain_graph(0, 5).links
+    assert links.heads.tolist() == [0] * 5
+    (entry,) = links.entries
+    assert entry.nodes.tolist() == [0] and entry.num_before == 0 and not entry.is_several
 
 
 def test_a_path_that_leaves_a_subgraph_does_not_come_back():
     """Nodes of one type that are connected, with another type between them, are two subgraphs."""
     graph = cell_graph((0, 1, 0), ((), (0,), (0, 1)), (1, 1, 1))
-    assert [subgraph.nodes for subgraph in graph.subgraphs] == [(0,), (1,), (2,)]
+    assert graph.links.heads.tolist() == [0, 1, 2]
 
 
 def test_structures_are_shared():
@@ -61,21 +60,25 @@ def graphs(draw: st.DrawFn) -> CellGraph:
 
 @given(graphs())
 def test_subgraphs_partition_the_graph(graph: CellGraph):
-    """Each node is in one subgraph, of its type; subgraphs depend on earlier ones only."""
-    nodes = [node for subgraph in graph.subgraphs for node in subgraph.nodes]
-    assert sorted(nodes) == list(range(len(graph)))
-    of = graph.subgraph_of
-    for number, subgraph in enumerate(graph.subgraphs):
-        assert {graph.types[node] for node in subgraph.nodes} == {subgraph.type}
-        outer = [
-            other
-            for node in subgraph.nodes
-            for other in graph.predecessors[node]
-            if of[other] != number
-        ]
-        assert len(outer) == subgraph.num_dependencies
-        assert all(of[other] < number for other in outer)
-        assert _is_connected(graph, subgraph.nodes)
+    """They are connected and of one type, and the edges between them form no cycle."""
+    links = graph.links
+    heads = links.heads.tolist()
+    entries = {node: entry for entry in links.entries for node in entry.nodes.tolist()}
+    edges = [(a, b) for b, before in enumerate(graph.predecessors) for a in before]
+    outer = {(heads[a], heads[b]) for a, b in edges if heads[a] != heads[b]}
+    for head in set(heads):
+        nodes = [node for node, other in enumerate(heads) if other == head]
+        assert nodes[0] == head and {graph.types[node] for node in nodes} == {graph.types[head]}
+        assert _is_connected(graph, nodes)
+        num_before = sum(heads[b] == head != heads[a] for a, b in edges)
+        first = [n for n in nodes if all(heads[a] != head for a in graph.predecessors[n])]
+        entry = entries[first[0]]
+        assert (entry.type, entry.num_before) == (graph.types[head], num_before)
+        assert entry.is_several or entry.nodes.tolist() == first
+    while last := set(heads).difference(a for a, _ in outer):
+        heads = [head for head in heads if head not in last]
+        outer = {(a, b) for a, b in outer if b not in last}
+    assert not heads
 
 
 def test_a_tree_has_the_links_of_its_edges():
@@ -83,13 +86,13 @@ def test_a_tree_has_the_links_of_its_edges():
     pairs = np.array([(0, 1), (3, 2), (6, 5), (4, 7)], np.int32)
     found = tree_graph(0, 1, TreeShape.of(pairs))
     assert found.predecessors[5:] == ((0, 1), (3, 2), (6, 5), (4, 7))
-    _check_links(found)
+    check_links(found)
 
 
 def test_a_chain_has_the_links_of_its_edges():
     """Of one node, too."""
-    _check_links(chain_graph(0, 6))
-    _check_links(chain_graph(1, 1))
+    check_links(chain_graph(0, 6))
+    check_links(chain_graph(1, 1))
 
 
 def test_lines_of_a_graph():
@@ -103,37 +106,7 @@ def test_lines_of_a_graph():
     assert links.alone.tolist() == [3, 2, 1, 2, 1, many, many]
 
 
-def test_a_graph_is_prepared_for_its_workers():
-    """Several workers need the edges of each node, which a tree has not; one needs none."""
-    pairs = np.array([(0, 1), (3, 2)], np.int32)
-    found, calls = tree_graph(0, 1, TreeShape.of(pairs)), []
-
-    def predecessors():
-        calls.append(1)
-        return found.predecessors
-
-    graph = CellGraph(found.types, predecessors, found.max_steps, links=found.links)
-    graph.prepare(1)
-    assert not calls
-    graph.prepare(2)
-    assert len(calls) == 1
-    scheduler = BatchMaker().new_scheduler([CellType("a"), CellType("b")], 2)
-    scheduler.add(0, graph, 0, 0.0)
-    assert scheduler.schedule(0, 0.0)[0].nodes == [0, 1, 2]
-    assert len(calls) == 1
-
-
-def _check_links(found: CellGraph) -> None:
-    wanted = CellGraph(found.types, found.predecessors, found.max_steps)
-    for name in ("inner", "outer", "num_inner", "max_steps"):
-        np.testing.assert_array_equal(getattr(found.links, name), getattr(wanted.links, name))
-    assert found.links.several == wanted.links.several == {}
-    for ours, theirs in zip(found.links.entries, wanted.links.entries, strict=True):
-        assert (*ours[:2], ours.num_before) == (*theirs[:2], theirs.num_before)
-        np.testing.assert_array_equal(ours.nodes, theirs.nodes)
-
-
-def _is_connected(graph: CellGraph, nodes: tuple[int, ...]) -> bool:
+def _is_connected(graph: CellGraph, nodes: list[int]) -> bool:
     inside, reached, new = set(nodes), {nodes[0]}, [nodes[0]]
     while new:
         node = new.pop()
