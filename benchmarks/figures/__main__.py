@@ -69,6 +69,7 @@ PAGES = (
     Page("docs/results/cells.md", ("cells", "cells_host")),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),
+    Page("docs/models.md", ("coverage",)),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
 KINDS = tuple(kind for page in PAGES for kind in page.kinds or ())

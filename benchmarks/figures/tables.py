@@ -11,6 +11,7 @@ from benchmarks.figures.render import (
     Place,
     Table,
     caption,
+    drawn,
     each,
     joined,
     key,
@@ -419,6 +420,55 @@ QUALITY = Table(
 )
 
 
+# Fields of a refused configuration that its row names.
+_MAX_UNREAD = 8
+
+
+def _architectures(*outcomes: str) -> Callable[[Place], list[Place]]:
+    def rows(whole: Place) -> list[Place]:
+        every = each("architectures", ...)(whole)
+        return [row for row in every if row.get("outcome") in outcomes]
+
+    return rows
+
+
+def _is_missing(row: Place) -> str:
+    unread = row.get("unread")
+    if row.get("nearest") is None:
+        return row.get("reason").partition("; ")[0].replace("|", "/")
+    more = f" and {len(unread) - _MAX_UNREAD} more" if len(unread) > _MAX_UNREAD else ""
+    return ", ".join(f"`{field}`" for field in unread[:_MAX_UNREAD]) + more
+
+
+def _refused(whole: Place) -> list[str]:
+    columns: tuple[Column, ...] = (
+        ("refused", lambda row: f"`{row.at[-1]}`"),
+        ("class", text("class_name")),
+        ("nearest family", text("nearest")),
+        ("what it does not read, or the reason", _is_missing),
+    )
+    return [drawn(columns, _architectures("refused", "disagrees", "fails"), whole)]
+
+
+COVERAGE = Table(
+    what=lambda whole: "Of {} architectures {} agree, {} are refused, and {} are wrong".format(
+        sum(whole.get("counts").values()),
+        whole.linked(str(whole.get("counts", "agrees"))),
+        whole.get("counts", "refused"),
+        whole.get("counts", "disagrees") + whole.get("counts", "fails"),
+    ),
+    rows=_architectures("agrees"),
+    columns=(
+        ("`model_type`", lambda row: f"`{row.at[-1]}`"),
+        ("class of transformers", text("class_name")),
+        ("family here", lambda row: f"`{row.get('family')}`"),
+        ("relative error of logits", number("error", form=".0e", links=True)),
+    ),
+    how="tiny random checkpoints, each checked once",
+    below=_refused,
+)
+
+
 def _slowest_points(whole: Place) -> list[Place]:
     """Return the point of each policy and context whose planning takes longest."""
     slowest: dict[tuple[str, int | None], tuple[float, Place]] = {}
@@ -816,6 +866,7 @@ TABLES: dict[str, tuple[str, Callable[[Result, str], str] | None]] = {
     "adapters": ("What adapters cost", ADAPTERS),
     "speculation": ("What speculation gains", SPECULATION),
     "quality": ("Quality of weights in few bits", QUALITY),
+    "coverage": ("Architectures of transformers", COVERAGE),
 }
 
 

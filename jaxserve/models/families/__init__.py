@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
@@ -30,6 +31,14 @@ WRAPPERS: Mapping[str, bool] = MappingProxyType(
         "qwen3_vl": False,
     }
 )
+# Fields of a config.json that change no computation of a model that generates text.
+_NO_STRUCTURE = (
+    r"_.*|architectures|auto_map|chunk_size_feed_forward|id2label|is_(?:decoder|encoder_decoder)|"
+    r"label2id|model_type|pretraining_tp|problem_type|return_dict|task_specific_params|"
+    r"transformers_version|type_vocab_size|use_cache|(?:torch_)?dtype|"
+    r"output_.*|.*token_ids?|.*(?:dropout|_drop|pdrop|_dropout_prob|layerdrop|_loss_coef).*|"
+    r".*(?:initializer_range|init_std|initializer_factor)"
+)
 
 
 def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
@@ -45,12 +54,34 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
         given = _text_config(given, kind)
         kind = str(given.get("model_type"))
     if kind not in FAMILIES:
+        nearest, unread = nearest_family(given)
         raise UnsupportedModelError(
-            f"model_type={kind!r} is not supported here; supported are {tuple(FAMILIES)}, and the "
-            f"text of {tuple(WRAPPERS)}"
+            f"model_type={kind!r}{_classes(given)} is not supported; its fields {unread} are not "
+            f"read by {nearest!r}, the family with most of the others; supported are "
+            f"{tuple(FAMILIES)}, and the text of {tuple(WRAPPERS)}; docs/models.md names models"
         )
     check_sizes(given)
     return FAMILIES[kind].config.from_hf(given)
+
+
+def nearest_family(given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the supported `model_type` that reads most of the fields given, and the others.
+
+    Fields that say nothing about the model's computations are left out.
+    """
+    own = {name for name in given if not re.fullmatch(_NO_STRUCTURE, name)}
+
+    def read_by(kind: str) -> set[str]:
+        fields = FAMILIES[kind].fields[kind]
+        return {*fields.defaults, *fields.aliases}
+
+    nearest = max(FAMILIES, key=lambda kind: (len(own & read_by(kind)), -len(read_by(kind) - own)))
+    return nearest, tuple(sorted(own - read_by(nearest)))
+
+
+def _classes(given: Mapping[str, Any]) -> str:
+    names = given.get("architectures")
+    return f" ({', '.join(map(str, names))})" if isinstance(names, Sequence) and names else ""
 
 
 def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:

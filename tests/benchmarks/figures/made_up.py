@@ -405,6 +405,20 @@ def results() -> dict[str, dict[str, Any]]:
             },
             "warnings": ["int8: the perplexity is 1.05 times the unquantised model's"],
         },
+        "coverage": {
+            "repeats": 1,
+            "counts": {"agrees": 1, "refused": 1, "disagrees": 0, "fails": 0},
+            "architectures": {
+                "llama": {
+                    **{"class_name": "LlamaForCausalLM", "outcome": "agrees", "family": "llama"},
+                    **{"error": 1e-6, "shortfall": 0.0},
+                },
+                "rwkv": {
+                    **{"class_name": "RwkvForCausalLM", "outcome": "refused", "family": None},
+                    **{"nearest": "mamba2", "unread": ["rescale_every"], "reason": "not there"},
+                },
+            },
+        },
         "policies_grid": {
             "arguments": {"num_requests": 64, "max_slots": 8, "no_host": True},
             "rows": [
