@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import final
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -106,13 +107,16 @@ class Attention(SumsRows):
     wqkv   [embed, kv_heads, group + 2, head_dim]   a KV head: its queries, k, v
     wo     [kv_heads, group, head_dim, embed]
     bqkv, bo, q_norm, k_norm                        where the config has them
+
+    With `attention_gate`, a KV head of wqkv begins with a gate for each of its queries.
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         self.config = config
         embed, head_dim = config.hidden_size, config.head_dim
         kv_heads, group = config.num_kv_heads, config.group
-        heads, shape = ("kv_heads", None, None), (kv_heads, group + 2, head_dim)
+        columns = group + 2 + group * config.attention_gate
+        heads, shape = ("kv_heads", None, None), (kv_heads, columns, head_dim)
         self.wqkv = new.weight(("embed", *heads), (embed, *shape))
         self.wo = new.weight((*heads, "embed"), (kv_heads, group, head_dim, embed), num_in=3)
         self.bqkv = new.zeros(heads, shape) if config.qkv_bias else None
@@ -137,10 +141,13 @@ class Attention(SumsRows):
         `norm` is applied to `x` first.
         """
         config, group = self.config, self.config.group
-        # [tokens, kv_heads, group + 2, head_dim]
+        # [tokens, kv_heads, columns, head_dim]
         kernels = self.row_kernels
         linear = Linear(self.wqkv, self.bqkv, row_kernels=kernels)
         qkv = projected(linear, x, context.adapter, norm=norm)
+        gate = None
+        if config.attention_gate:
+            gate, qkv = jnp.split(qkv, (group,), axis=2)
         if config.qkv_clip is not None:
             qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
         if config.qk_norm or config.wide_qk_norm:
@@ -148,6 +155,8 @@ class Attention(SumsRows):
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         linear = Linear(self.wo, self.bo, row_kernels=kernels)
         return projected(linear, out, context.adapter, residual=residual)
 

@@ -38,6 +38,7 @@ class DecoderConfig:
       qkv_clip: the largest magnitude of the projected queries, keys and values; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       wide_qk_norm: whether they have one over all heads together instead.
+      attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       logits_scale: the factor of the logits; None for no scaling.
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
@@ -70,6 +71,7 @@ class DecoderConfig:
     qkv_clip: float | None = None
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    attention_gate: bool = False
     attention_scale: float | None = None
     logits_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -308,6 +310,18 @@ def windows_by_kind(
             f"'sliding_attention' for each of the {num_layers} layers"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def kinds_by_name(
+    given: Sequence[str], by_name: Mapping[str, LayerKind], num_layers: int
+) -> tuple[LayerKind, ...]:
+    """Return each layer's kind by `layer_types`; raise UnsupportedModelError if unknown."""
+    if not set(given) <= set(by_name) or len(given) != num_layers:
+        raise UnsupportedModelError(
+            f"layer_types={list(given)} is not supported; give one of {tuple(by_name)} for each of "
+            f"the {num_layers} layers"
+        )
+    return tuple(by_name[kind] for kind in given)
 
 
 def check_fits(mesh: Mesh, config: DecoderConfig) -> None:

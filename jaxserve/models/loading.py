@@ -47,11 +47,13 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
 
     Wrappers' parts of names are dropped: those of `torch.compile`, FSDP and checkpointing anywhere,
     those of DDP, PEFT and models of images and text if all names begin with them. Tensors for
-    images are left out. A bare model gets its family's prefix, and a head alone is the embedding
-    if both are tied.
+    images are left out, and those that the family ignores. A bare model gets its family's prefix,
+    and a head alone is the embedding if both are tied.
     """
-    prefix = family_of(config).prefix
-    names = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
+    family = family_of(config)
+    prefix, ignored = family.prefix, re.compile(family.ignored)
+    whole = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
+    names = {own: name for own, name in whole.items() if not ignored.fullmatch(name)}
     texts = {own: name for own, name in names.items() if not _IMAGES.match(name)}
     if 0 < len(texts) < len(names):
         _log.warning(
@@ -59,7 +61,9 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
             source.where,
             len(names) - len(texts),
         )
-        source, names = _Renamed(source, {own: own for own in texts}), texts
+        names = texts
+    if len(names) < len(whole):
+        source = _Renamed(source, {own: own for own in names})
     while begin := next((each for each in _IN_FRONT if _all_begin(names, each)), None):
         names = {own: name.removeprefix(begin) for own, name in names.items()}
     inner = f"{prefix}language_model."

@@ -191,21 +191,35 @@ class Weight:
 
 
 def split_qkv(
-    prefix: str, kind: str, group: int, *, order: Mapping[str, Sequence[int]] | None = None
+    prefix: str,
+    kind: str,
+    group: int,
+    *,
+    order: Mapping[str, Sequence[int]] | None = None,
+    has_gate: bool = False,
 ) -> Weight:
     """Return the fused projection of `Attention` from `{prefix}q_proj.{kind}`, k_proj and v_proj.
 
-    `order` is the order of queries and keys in the checkpoint, if it differs from values'.
+    `order` is the order of queries and keys in the checkpoint, if it differs from values'. With
+    `has_gate`, each query's rows of q_proj are followed by those of its gate.
     """
     axes, rest = ("e k x d", " e") if kind == "weight" else ("k x d", "")
-    parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}
+    num_queries = 2 * group if has_gate else group
+    orders = {"q": order, "k": order, "v": None}
+    if has_gate:  # gates come first in the parameter
+        orders["q"] = {**(order or {}), "x": [*range(1, 2 * group, 2), *range(0, 2 * group, 2)]}
+    parts = {
+        "q": slice(0, num_queries),
+        "k": slice(num_queries, num_queries + 1),
+        "v": slice(num_queries + 1, num_queries + 2),
+    }
     return Weight(
         axes,
         tuple(
             Tensor(
                 f"{prefix}{letter}_proj.{kind}",
                 f"(k x d){rest}",
-                order=None if letter == "v" else order,
+                order=orders[letter],
                 x=part,
             )
             for letter, part in parts.items()

@@ -42,6 +42,17 @@ _OPT_SIZES = dict(
 )
 _WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 
+_DELTA_RULE = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    attention_bias=True,
+    head_dim=16,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=10,
+    linear_value_head_dim=14,
+    linear_num_key_heads=3,
+    linear_num_value_heads=6,
+)
+
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
@@ -206,6 +217,21 @@ _OTHERS = {
             mamba_d_conv=3,
             mamba_proj_bias=True,
             mamba_chunk_size=8,
+        ),
+        {},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            **_DELTA_RULE,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=1e4,
+                partial_rotary_factor=0.5,
+                mrope_interleaved=True,
+                mrope_section=[1, 1, 2],
+            ),
         ),
         {},
     ),

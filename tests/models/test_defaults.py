@@ -26,12 +26,16 @@ _UNDECLARED = {
     "scale_decoder_outputs": True,
     "decoder_start_token_id": None,
     "head_dim": None,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
     "tie_word_embeddings": False,  # of text models in models of images, which say it themselves
 }
 # T5's class ties in any case, and has the field from its base class.
 _BY_KIND = {("t5", "tie_word_embeddings"): True}
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
+    # It is the whole head then, and a quarter after the class has written and read it.
+    "qwen3_5_text": ("partial_rotary_factor",),
     "bamba": ("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     # With windows, which the class reads with it.
     "qwen2_vl_text": ("max_window_layers",),

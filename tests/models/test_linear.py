@@ -416,9 +416,9 @@ def test_only_a_linear_multiplies_with_a_weight():
     """No other module of the models calls a product kernel or multiplies by a parameter."""
     folder = Path(jaxserve.__file__).parent / "models"
     # Rotary tables use a product with ones and zeros; attention of encoders multiplies values by
-    # weights, and Mamba's recurrence inputs by states. To merge an adapter, its matrices are
+    # weights, and recurrences multiply inputs by states. To merge an adapter, its matrices are
     # multiplied.
-    allowed = {"linear.py", "quantised.py", "adapters.py", "rope.py", "mamba.py"}
+    allowed = {"linear.py", "quantised.py", "adapters.py", "rope.py", "mamba.py", "delta_rule.py"}
     allowed |= {"adapter_layout.py", "encoder_decoder.py"}
     products = {"matmul", "dot", "dot_general", "ragged_dot", "einsum", "tensordot"}
     found = [

@@ -42,6 +42,14 @@ _TOWER = dict(
 _QWEN_TOWER = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
 _ROTATION = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 
+_DELTA_RULE = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+
 # By the model type: class, text, images.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -73,6 +81,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VL",
         _WIDE | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},
         _QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        _WIDE | _DELTA_RULE | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},
+        _QWEN_TOWER,
     ),
 }
 
@@ -151,6 +164,17 @@ def test_names_of_other_versions_are_read(kind: str, pairs: list[tuple[str, str]
         pairs = [*pairs, ("model.embed", "model.language_model.embed")]
         pairs = [*pairs, ("model.norm", "model.language_model.norm")]
     _rename(tmp_path, *pairs)
+    np.testing.assert_allclose(_logits(tmp_path), wanted, atol=1e-4)
+
+
+@pytest.mark.release
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path):
+    """They stand beside the text model, whose names all have the wrapper's part."""
+    wanted = _saved("qwen3_5", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file) | {"mtp.fc.weight": torch.zeros(4, 8)}
+    assert any(name.startswith("model.language_model.") for name in tensors)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     np.testing.assert_allclose(_logits(tmp_path), wanted, atol=1e-4)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh
 from tests.models.adapter_checkpoints import SCALE, adapter_of, folder_of, merged_checkpoint
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, greedy_shortfall, write_checkpoint
@@ -42,6 +43,7 @@ class Checkpoint:
     folder: str
     model: torch.nn.Module
     answers: list[list[int]]  # of each prompt alone
+    has_states: bool  # whether it has recurrent layers
 
 
 def _answers(folder: str, prompts=tuple(PROMPTS), params=PARAMS, **options) -> list[list[int]]:
@@ -62,7 +64,8 @@ def checkpoint(request, tmp_path_factory):
     model = write_checkpoint(request.param, tmp_path_factory.getbasetemp() / folder)
     with Runtime.from_pretrained(folder, **OPTIONS) as rt:
         answers = [list(rt.generate(prompt, PARAMS).token_ids) for prompt in PROMPTS]
-    return Checkpoint(request.param, folder, model, answers)
+        has_states = rt.model_config.num_recurrent_layers > 0
+    return Checkpoint(request.param, folder, model, answers, has_states)
 
 
 def test_alone(checkpoint):
@@ -92,12 +95,29 @@ def test_after_preemption(checkpoint):
 
 
 def test_on_two_devices(checkpoint):
-    """A mesh splits heads, inner sizes and the vocabulary."""
+    """A mesh splits heads, inner sizes and the vocabulary; states are on one device."""
+    if checkpoint.has_states:
+        with pytest.raises(InvalidConfigError, match="tensor=2.*recurrent layers"):
+            _answers(checkpoint.folder, mesh=make_mesh(tensor=2))
+        return
     _assert_greedy(checkpoint.model, _answers(checkpoint.folder, mesh=make_mesh(tensor=2)))
 
 
+def test_in_eight_bits(checkpoint):
+    """Answers of quantised weights do not depend on the batch either."""
+    alone = [_answers(checkpoint.folder, [prompt], quantize="int8")[0] for prompt in PROMPTS[1:3]]
+    assert _answers(checkpoint.folder, quantize="int8")[1:3] == alone
+
+
 def test_with_an_adapter(checkpoint, tmp_path):
-    """Answers are those of PyTorch's model with the adapter's merged weights."""
+    """Answers are those of PyTorch's model with the adapter's merged weights.
+
+    Models with recurrent layers have merged adapters only (tests/models/test_merging.py).
+    """
+    if checkpoint.has_states:
+        with pytest.raises(InvalidConfigError, match="max_adapters.*recurrent layers"):
+            _answers(checkpoint.folder, max_adapters=1)
+        return
     name, model = checkpoint.name, checkpoint.model
     tensors = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     rng = np.random.default_rng(2)

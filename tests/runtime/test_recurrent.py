@@ -10,7 +10,6 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
-from jaxserve.models.families import config_from_hf
 from jaxserve.models.store import load_model
 from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
@@ -66,32 +65,6 @@ def bamba_answers(bamba) -> list[list[int]]:
     """Its answers to PROMPTS with pages enough."""
     with Runtime.from_pretrained(bamba, policy="orca", **OPTIONS) as rt:
         return _tokens(rt.generate(PROMPTS, PARAMS))
-
-
-# Families with recurrent layers and attention; Bamba's tests are those below, too.
-HYBRIDS = ("lfm2",)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("variant", HYBRIDS)
-def test_every_family_gives_pytorchs_answers(variant, tmp_path):
-    """Alone, beside others, and preempted for lack of pages; in eight bits, alone and beside."""
-    model = write_checkpoint(variant, tmp_path)
-    config = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    page = 2 * 4 * OPTIONS["page_size"] * config.num_kv_heads * config.head_dim
-    few = dict(kv_memory=20 * page * config.num_attention_layers, policy="vllm_like")
-    with Runtime.from_pretrained(str(tmp_path), policy="orca", **OPTIONS) as rt:
-        alone = [list(rt.generate(prompt, PARAMS).token_ids) for prompt in PROMPTS]
-        for prompt, answer in zip(PROMPTS, alone, strict=True):
-            assert len(answer) == 12 and greedy_shortfall(model, prompt, answer) == 0
-        assert len({token for answer in alone for token in answer}) > 10
-        assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(alone)
-    with Runtime.from_pretrained(str(tmp_path), **OPTIONS, **few) as rt:
-        assert _tokens(rt.generate(PROMPTS * 2, PARAMS)) == alone * 2
-        assert rt.stats().num_preemptions > 0
-    with Runtime.from_pretrained(str(tmp_path), quantize="int8", **OPTIONS) as rt:
-        alone = [list(rt.generate(prompt, PARAMS).token_ids) for prompt in PROMPTS]
-        assert _tokens(rt.generate(PROMPTS, PARAMS)) == alone
 
 
 def _tokens(answers) -> list[list[int]]:

@@ -29,6 +29,7 @@ WRAPPERS: Mapping[str, bool] = MappingProxyType(
         "qwen2_vl": False,
         "qwen2_5_vl": False,
         "qwen3_vl": False,
+        "qwen3_5": False,
     }
 )
 # Fields of a config.json that change no computation of a model that generates text.

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, Fields, LayerKind
+from jaxserve.models.config import DecoderConfig, Fields, LayerKind, kinds_by_name
 from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import (
     CausalConvolution,
@@ -122,13 +121,7 @@ def _layer_kinds(
     if kinds is None:
         attention = list(range(num_layers)) if attention is None else attention
         kinds = ["full_attention" if i in attention else "conv" for i in range(num_layers)]
-    by_name: dict[str, LayerKind] = {"full_attention": "attention", "conv": "recurrent"}
-    if not set(kinds) <= set(by_name) or len(kinds) != num_layers:
-        raise UnsupportedModelError(
-            f"layer_types={list(kinds)} is not supported; give one of {tuple(by_name)} for each "
-            f"of the {num_layers} layers"
-        )
-    return tuple(by_name[kind] for kind in kinds)
+    return kinds_by_name(kinds, {"full_attention": "attention", "conv": "recurrent"}, num_layers)
 
 
 @final

@@ -196,8 +196,12 @@ def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
         "norm.scale": Weight.of("model.norm.weight"),
         "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
         "blocks.attention_norm.scale": Weight.of(LAYER + "input_layernorm.weight"),
-        "blocks.attention.wqkv": split_qkv(attention, "weight", config.group),
-        "blocks.attention.bqkv": split_qkv(attention, "bias", config.group),
+        "blocks.attention.wqkv": split_qkv(
+            attention, "weight", config.group, has_gate=config.attention_gate
+        ),
+        "blocks.attention.bqkv": split_qkv(
+            attention, "bias", config.group, has_gate=config.attention_gate
+        ),
         "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "d"),
         "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "d"),
         "blocks.attention.wo": Weight.of(attention + "o_proj.weight", "k g d e", "e (k g d)"),

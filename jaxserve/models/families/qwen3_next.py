@@ -1,0 +1,175 @@
+"""Qwen3-Next and the text of Qwen3.5: layers of gated delta rules, and of gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import numpy as np
+
+from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is, kinds_by_name
+from jaxserve.models.convolution import convolution_weights
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.delta_rule import DeltaRuleMixer, DeltaRuleSizes
+from jaxserve.models.families.llama import (
+    LAYER,
+    ROTARY_FIELDS,
+    attention_weights,
+    mlp_weights,
+    rotary_decoder_fields,
+)
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Tensor, Weight
+
+_SHARED = ROTARY_FIELDS | dict(
+    head_dim=256,
+    max_position_embeddings=32768,
+    attention_bias=False,
+    partial_rotary_factor=0.25,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    layer_types=None,
+    full_attention_interval=4,
+)
+_FIELDS = {
+    "qwen3_5_text": Fields(
+        _SHARED
+        | dict(
+            vocab_size=248320,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=32,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+        ),
+    ),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(DecoderConfig):
+    """Norms are centred at zero, and attention has a gate."""
+
+    rope: Rope | None = Rope()
+    norm_offset: float = 1.0
+    qk_norm: bool = True
+    attention_gate: bool = True
+    # Whether a checkpoint has the projections of a mixer in two tensors, sorted by head of keys.
+    is_sorted_by_head: bool = False
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        given = _FIELDS[given["model_type"]].read(given)
+        check_is(given, "hidden_act", ("silu", "swish"))
+        kinds = given.pop("layer_types")
+        fields = rotary_decoder_fields(given, share=given["partial_rotary_factor"])
+        bias = bool(given["attention_bias"])
+        return cls(
+            **fields,
+            qkv_bias=bias,
+            o_bias=bias,
+            layer_kinds=_layer_kinds(kinds, given["full_attention_interval"], fields["num_layers"]),
+            recurrence=DeltaRuleSizes(
+                num_key_heads=given["linear_num_key_heads"],
+                num_value_heads=given["linear_num_value_heads"],
+                key_dim=given["linear_key_head_dim"],
+                value_dim=given["linear_value_head_dim"],
+                kernel_size=given["linear_conv_kernel_dim"],
+            ),
+        )
+
+
+def _layer_kinds(
+    kinds: Sequence[str] | None, interval: int, num_layers: int
+) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer, or raise UnsupportedModelError for an unknown one."""
+    if kinds is None:
+        kinds = [
+            "linear_attention" if (layer + 1) % interval else "full_attention"
+            for layer in range(num_layers)
+        ]
+    return kinds_by_name(
+        kinds, {"full_attention": "attention", "linear_attention": "recurrent"}, num_layers
+    )
+
+
+@final
+class Qwen3NextBlock(Block):
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+
+@final
+class Qwen3NextDeltaBlock(RecurrentBlock):
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+    mixer_class = DeltaRuleMixer
+
+
+@final
+class Qwen3Next(Decoder):
+    block_class = Qwen3NextBlock
+    recurrent_block_class = Qwen3NextDeltaBlock
+
+
+def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:
+    mixer = LAYER + "linear_attn."
+    return {
+        **attention_weights(config),
+        **mlp_weights(),
+        **_projections(config, mixer),
+        **convolution_weights("blocks.mixer.convolution", mixer + "conv1d"),
+        "blocks.mixer_norm.scale": Weight.of(LAYER + "input_layernorm.weight"),
+        "blocks.mixer.out": Weight.of(mixer + "out_proj.weight", "i e", "e i"),
+        "blocks.mixer.scale": Weight.of(mixer + "norm.weight", "d"),
+        "blocks.mixer.a_log": Weight.of(mixer + "A_log", "k g", "(k g)"),
+        "blocks.mixer.step_bias": Weight.of(mixer + "dt_bias", "k g", "(k g)"),
+    }
+
+
+def _projections(config: Qwen3NextConfig, mixer: str) -> dict[str, Weight]:
+    """Return the weights of a mixer's input projections."""
+    sizes = config.recurrence
+    assert isinstance(sizes, DeltaRuleSizes)
+    if config.is_sorted_by_head:
+        # A head of keys: its query, its key, its values, their gates.
+        heads, own = sizes.num_key_heads, sizes.group * sizes.value_dim
+        widths = (sizes.key_dim, sizes.key_dim, own, own)
+        places = np.split(
+            np.arange(heads * sum(widths)).reshape(heads, -1), np.cumsum(widths)[:-1], axis=1
+        )
+        order = np.concatenate([place.reshape(-1) for place in places])
+        project = (Tensor(mixer + "in_proj_qkvz.weight", "w e", order={"w": order}),)
+        rates = (Tensor(mixer + "in_proj_ba.weight", "(k u g) e"),)
+    else:
+        end = sizes.channels + sizes.inner
+        project = (
+            Tensor(mixer + "in_proj_qkv.weight", "w e", w=slice(0, sizes.channels)),
+            Tensor(mixer + "in_proj_z.weight", "w e", w=slice(sizes.channels, end)),
+        )
+        rates = (
+            Tensor(mixer + "in_proj_b.weight", "(k g) e", u=0),
+            Tensor(mixer + "in_proj_a.weight", "(k g) e", u=1),
+        )
+    return {
+        "blocks.mixer.project": Weight("e w", project),
+        "blocks.mixer.rates": Weight("e u k g", rates),
+    }
+
+
+FAMILY = Family(
+    fields=_FIELDS,
+    config=Qwen3NextConfig,
+    decoder=Qwen3Next,
+    weights=_weights,
+    # Layers that predict further tokens are not read.
+    ignored=r".*\.rotary_emb\.inv_freq|mtp\..*",
+)
