@@ -237,7 +237,7 @@ def _tiny_config(architecture: Architecture) -> PreTrainedConfig:
     """Return the configuration with `_SIZES` where it has the fields."""
     import transformers
 
-    config = transformers.CONFIG_MAPPING[architecture.wrapper or architecture.kind]
+    config: Any = transformers.CONFIG_MAPPING[architecture.wrapper or architecture.kind]
     if architecture.wrapper is None:
         return config(**_fields(config))
     text = type(config().text_config)

@@ -166,7 +166,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     from jaxserve import Runtime, SamplingParams
     from jaxserve.models.families.llama import Llama
-    from jaxserve.steps.sampling.variants import Variant
+    from jaxserve.steps.sampling.sampler import Variant
     from sharding import StagePlan
 
     config = _config(options)

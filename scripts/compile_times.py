@@ -130,9 +130,9 @@ def _steps(job: Job) -> list[Any]:
     from jaxserve.execution.device import DeviceWarmup
     from jaxserve.models.batch import empty_cache
     from jaxserve.models.families.llama import Llama, LlamaConfig
-    from jaxserve.steps.placement import Placement
     from jaxserve.steps.programs import Programs
     from jaxserve.steps.slots import empty_slots
+    from jaxserve.steps.step_function import Placement
     from scripts.gate_device import h100
 
     config = LlamaConfig(

@@ -55,9 +55,9 @@ from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
 from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
-from jaxserve.steps.placement import Placement  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
-from jaxserve.steps.sampling.variants import Variant  # noqa: E402
+from jaxserve.steps.sampling.sampler import Variant  # noqa: E402
+from jaxserve.steps.step_function import Placement  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     RARE_CONFIGURATIONS,

@@ -50,8 +50,8 @@ KNOW_FORCED_LENGTHS = {
     "execution/simulated.py",
     "steps/slots.py",
     "scheduling/admission.py Oracle",
-    "scheduling/limits.py",
     "scheduling/plan.py",
+    "scheduling/scheduler.py",
     "workload/items.py",
     "workload/recorded.py",
 }

@@ -31,8 +31,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.steps.sampling.sampler import sample
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant, sample
 from jaxserve.steps.slots import empty_slots
 from jaxserve.workload import WorkloadItem, random_items
 from pallas_kernels import Rows, matmul, panel_matmul, to_panels

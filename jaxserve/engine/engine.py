@@ -23,14 +23,12 @@ from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
-from jaxserve.scheduling.bounds import Deferred
+from jaxserve.scheduling.bounds import Deferred, Outlook, outlooks
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages, WeightsName
-from jaxserve.scheduling.limits import check_has_groups
-from jaxserve.scheduling.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import LINK, Row, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
-from jaxserve.scheduling.scheduler import Progress, Scheduler
+from jaxserve.scheduling.scheduler import Progress, Scheduler, check_has_groups
 from jaxserve.scheduling.sequence import Sequence
 
 _log = logging.getLogger(__name__)

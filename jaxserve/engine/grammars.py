@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import Constraint
 from jaxserve.engine.gbnf import is_gbnf, lark_of
 from jaxserve.engine.grammar_compilation import CompileJob, CompileThreads, GrammarTrials, closed
 from jaxserve.engine.matcher import Matcher, first_line

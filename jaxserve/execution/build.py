@@ -34,10 +34,9 @@ from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.loading import timed
 from jaxserve.models.parts import cut
 from jaxserve.steps.drafting import Drafter
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
-from jaxserve.steps.step_function import abstract
+from jaxserve.steps.step_function import Placement, abstract
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from sharding import ProcessGroup, StagePlan
 

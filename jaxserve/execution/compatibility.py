@@ -13,7 +13,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.models.linear import RowKernels, without_row_kernels
 from jaxserve.models.quantised import QuantisedWeight
-from jaxserve.steps.placement import Placement
+from jaxserve.steps.step_function import Placement
 from pallas_kernels import build, dispatch
 from sharding import DeviceGroups, StagePlan
 from sharding.shards import TENSOR

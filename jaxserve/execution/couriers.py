@@ -32,8 +32,7 @@ from jaxserve.execution.link import (
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import StepFunction, unkept
+from jaxserve.steps.step_function import Placement, StepFunction, unkept
 from sharding import ProcessGroup
 
 _log = logging.getLogger(__name__)

@@ -16,23 +16,26 @@ from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import PromptPart, SubmittedStep
-from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, num_incoming
-from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.swap_costs import (
+from jaxserve.execution.pages import (
+    PAGES_A_CALL,
+    DevicePages,
     KeptSwapCosts,
     SwapCostMeter,
     measured_costs,
+    num_incoming,
     work_of_a_position,
 )
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_targets
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
-from jaxserve.steps.batches import ChoosingRows, MixedBatch
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
+    ChoosingRows,
+    MixedBatch,
     body_size,
     decode_window,
     head_sizes,
@@ -48,7 +51,7 @@ from jaxserve.steps.packing import (
 )
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from jaxserve.steps.slots import SlotState
 from jaxserve.steps.step_function import abstract
 

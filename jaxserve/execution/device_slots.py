@@ -15,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.pages import DevicePages
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
-from jaxserve.steps.sampling.variants import SamplingNeeds
+from jaxserve.steps.sampling.sampler import SamplingNeeds
 from jaxserve.steps.slots import (
     EXTENSIONS_A_CALL,
     MOVES_A_CALL,

@@ -17,13 +17,12 @@ from jaxserve.execution.weights import fingerprint
 from jaxserve.memory.page_pool import Moves, page_targets
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
-from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
-from jaxserve.steps.packing import pack_window
+from jaxserve.steps.packing import ChoosingRows, DecodeWindow, MixedBatch, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.proposals import Draft
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.stages import Proposed
 from jaxserve.steps.step_function import abstract
 

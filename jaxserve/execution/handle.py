@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.scheduling.plan import PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
-from jaxserve.steps.sampling.variants import SamplingNeeds
+from jaxserve.steps.sampling.sampler import SamplingNeeds
 
 
 @final

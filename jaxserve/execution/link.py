@@ -16,8 +16,7 @@ import numpy as np
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, gathered, scattered
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import KVCache
-from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import StepFunction, abstract, unkept
+from jaxserve.steps.step_function import Placement, StepFunction, abstract, unkept
 
 # The arrays of some layers: keys, values and, where there are scales, those of each:
 # [layers, PAGES_A_CALL, kv_heads, ...].

@@ -23,10 +23,9 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor, Links, links_between
 from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.models.config import check_fits
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.step_function import StepFunction, abstract
+from jaxserve.steps.step_function import Placement, StepFunction, abstract
 from sharding import DeviceGroups, make_groups, placed, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR

@@ -18,9 +18,8 @@ from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.drafting import Drafter, united
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.slots import empty_slots
-from jaxserve.steps.step_function import Shelf, StepFunction
+from jaxserve.steps.step_function import Placement, Shelf, StepFunction
 from pallas_kernels.zeros import zeros
 
 

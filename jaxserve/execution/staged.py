@@ -20,14 +20,16 @@ from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import PromptPart, SubmittedStep
-from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, num_incoming
-from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.swap_costs import (
+from jaxserve.execution.pages import (
+    PAGES_A_CALL,
+    DevicePages,
     KeptSwapCosts,
     SwapCostMeter,
     measured_costs,
+    num_incoming,
     work_of_a_position,
 )
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves
@@ -35,9 +37,10 @@ from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
-from jaxserve.steps.batches import ChoosingRows, DecodeWindow
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
+    ChoosingRows,
+    DecodeWindow,
     body_size,
     decode_window,
     in_places,
@@ -51,7 +54,7 @@ from jaxserve.steps.packing import (
     sampling_slots,
 )
 from jaxserve.steps.proposals import Draft
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from jaxserve.steps.stages import Proposed
 from predictor import Refinement
 

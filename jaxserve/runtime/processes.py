@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
-from jaxserve.steps.placement import Placement
+from jaxserve.steps.step_function import Placement
 from sharding import DeviceGroups, JoinError, ProcessGroup, StagePlan, group_over
 
 

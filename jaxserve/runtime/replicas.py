@@ -34,8 +34,8 @@ from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.report import Report
+from jaxserve.scheduling.bounds import Outlook
 from jaxserve.scheduling.lengths import first_prediction
-from jaxserve.scheduling.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch

@@ -36,8 +36,8 @@ from jaxserve.runtime.planner import MAX_PAUSE_S
 from jaxserve.runtime.scoring import score
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
+from jaxserve.scheduling.bounds import Outlook
 from jaxserve.scheduling.kv.transfer import KVPages
-from jaxserve.scheduling.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import DeviceGroups, StagePlan
 

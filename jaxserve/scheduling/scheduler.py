@@ -12,14 +12,18 @@ import numpy as np
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import (
+    HandoverError,
+    InvalidConfigError,
+    JaxserveError,
+    NumericalError,
+    PromptTooLongError,
+)
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.memory.page_pool import Moves
-from jaxserve.scheduling import limits
 from jaxserve.scheduling.kv.manager import KVManager, PageUsage
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.limits import MAX_LOST_HANDOVERS, end_of, max_length
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.plan import Handover, PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
@@ -29,6 +33,75 @@ from jaxserve.scheduling.slack import Pace
 from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
 from predictor import Refinement
+
+# Handovers in a row of a sequence whose pages may be lost before its request fails.
+MAX_LOST_HANDOVERS = 3
+
+
+def max_length(request: Request, config: EngineConfig) -> int:
+    """Return the tokens of prompt and output at which an answer is cut."""
+    if request.params.max_tokens is None:
+        return config.max_length
+    return min(config.max_length, len(request.prompt) + request.params.max_tokens)
+
+
+def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
+    """Return why a sequence ends with its newest token (new if `has_new`); None if it continues."""
+    request = sequence.request
+    if has_new and sequence.output[-1] in request.stop_token_ids:
+        return "stop"
+    end = request.end_length(sequence.max_length, sequence.sample_index)
+    return "length" if sequence.num_known >= end else None
+
+
+def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
+        f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
+        f"was resized and holds {config.max_length} tokens of one request; give it more memory "
+        "(Runtime.resize_kv) and submit it again"
+    )
+
+
+def not_finite(sequence: Sequence) -> NumericalError:
+    said = f"request {sequence.request.id}: the model's logits were NaN or infinite, or "
+    after = f" left no token to choose, after {len(sequence.output)} output tokens. Check "
+    others = "the weights, or load the model with dtype='float32'"
+    if sequence.request.awaits_tokens:
+        return NumericalError(
+            f"{said}grammar, bias and penalties{after}that logit_bias allows a token that the "
+            f"grammar does, and {others}"
+        )
+    return NumericalError(f"{said}bias and penalties{after}{others}")
+
+
+def not_handed_over(sequence: Sequence) -> HandoverError:
+    return HandoverError(
+        f"request {sequence.request.id}: its KV did not arrive at the devices that compute answers "
+        f"in {MAX_LOST_HANDOVERS} attempts. Check the links between the device groups, and create "
+        "a new runtime, on one group if they stay broken"
+    )
+
+
+def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
+    """Raise InvalidConfigError if an iteration shape plans for another number of device groups."""
+    if iteration.num_device_groups != policy.num_device_groups:
+        raise InvalidConfigError(
+            f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
+            f"{policy.name!r} has {policy.num_device_groups}; adopt a shape for as many groups, or "
+            "create an engine with another policy"
+        )
+
+
+def check_has_groups(policy: Policy, num_device_groups: int) -> None:
+    """Raise InvalidConfigError if an executor has fewer device groups than a policy plans for."""
+    if policy.num_device_groups > num_device_groups:
+        raise InvalidConfigError(
+            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
+            f"executor has {num_device_groups}; pass an executor with as many, as a runtime on "
+            'sharding.DeviceGroups has it, or a policy for one group, such as "exegpt_rra"'
+        )
+
 
 # Number of waiting sequences, from the first, whose pages are prefetched.
 _MAX_AWAITED = 4
@@ -365,7 +438,7 @@ class Scheduler:
             self._num_handovers_lost += 1
             sequence.num_lost += 1
             if sequence.num_lost == MAX_LOST_HANDOVERS:
-                self.end(sequence, "error", limits.not_handed_over(sequence))
+                self.end(sequence, "error", not_handed_over(sequence))
                 return True
             self._queues.preempt(sequence)
         return False
@@ -376,7 +449,7 @@ class Scheduler:
         if count and sequence.times.first_token_s is None:
             sequence.times.first_token_s = self._clock.now()
         if not result.finite[index]:
-            self.end(sequence, "error", limits.not_finite(sequence))
+            self.end(sequence, "error", not_finite(sequence))
         elif reason := end_of(sequence, has_new=count > 0):
             self.end(sequence, reason)
         elif count < row.max_new_tokens:
@@ -402,7 +475,7 @@ class Scheduler:
         Raises:
           InvalidConfigError: it plans for another number of device groups.
         """
-        limits.check_groups(iteration, self.policy)
+        check_groups(iteration, self.policy)
         self.policy = replace(self.policy, iteration=iteration)
         state = self.policy.new_state()
         if type(state) is not type(self._policy_state):
@@ -437,7 +510,7 @@ class Scheduler:
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
-            self.end(sequence, "error", limits.too_long(sequence, self.config))
+            self.end(sequence, "error", too_long(sequence, self.config))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of docs/architecture.md is broken."""

@@ -19,7 +19,7 @@ from jaxserve.core.errors import (
     StepMemoryError,
 )
 from jaxserve.runtime import RuntimeStats, Service
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.bounds import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions

@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps.batches import MixedBatch
-from jaxserve.steps.placement import Placement
+from jaxserve.steps.packing import MixedBatch
+from jaxserve.steps.step_function import Placement
 from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
 
 

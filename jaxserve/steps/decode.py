@@ -24,14 +24,13 @@ from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
 from jaxserve.steps import slots as slot_edits
-from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
+from jaxserve.steps.packing import DecodeWindow, Params, attention_batch, tap, tapped
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
-from jaxserve.steps.sampling.sampler import SlotSampling, sample
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import SlotSampling, Variant, sample
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 

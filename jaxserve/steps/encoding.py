@@ -18,7 +18,7 @@ from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.models.attention import bidirectional_rows, causal_rows, cross_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.encoder_decoder import EncoderBatch
-from jaxserve.steps.batches import MixedBatch, Params, attention_batch, positions_and_slots
+from jaxserve.steps.packing import MixedBatch, Params, attention_batch, positions_and_slots
 from jaxserve.steps.slots import SlotState
 from pallas_kernels import Rows
 

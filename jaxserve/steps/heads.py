@@ -14,14 +14,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.steps import slots as slot_edits
-from jaxserve.steps.batches import ChoosingRows, Params
 from jaxserve.steps.drafting import merged
 from jaxserve.steps.encoding import counted_from
 from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
+from jaxserve.steps.packing import ChoosingRows, Params
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors import PROCESSORS, Processor
-from jaxserve.steps.sampling.sampler import StepArrays, sample
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import StepArrays, Variant, sample
 from jaxserve.steps.slots import SlotState
 
 

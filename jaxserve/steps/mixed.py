@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import IncomingPages, KVCache
-from jaxserve.steps.batches import (
+from jaxserve.steps.drafting import DraftInputs, DraftStructure, merged, serving_model
+from jaxserve.steps.encoding import visible_rows
+from jaxserve.steps.packing import (
     MixedBatch,
     Params,
     attention_batch,
@@ -18,8 +20,6 @@ from jaxserve.steps.batches import (
     tapped,
     where_slots_are,
 )
-from jaxserve.steps.drafting import DraftInputs, DraftStructure, merged, serving_model
-from jaxserve.steps.encoding import visible_rows
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.logprobs import PromptLogprobs, prompt_logprobs
 from jaxserve.steps.sampling.processors import Rows

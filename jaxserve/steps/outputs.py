@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.scheduling.plan import ProposalCount
-from jaxserve.steps.batches import Params
+from jaxserve.steps.packing import Params
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.sampling.sampler import Sampled
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Sampled, Variant
 
 
 @final

@@ -21,17 +21,22 @@ from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed, stages
 from jaxserve.steps.attention_planner import AttentionPlanner
-from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
 from jaxserve.steps.drafting import Drafter, DraftInputs
 from jaxserve.steps.executable_store import ExecutableStore, these_settings
 from jaxserve.steps.outputs import no_outputs
-from jaxserve.steps.packing import loop_sizes, pack_rows, pack_window
-from jaxserve.steps.placement import Placement, staging_place
+from jaxserve.steps.packing import (
+    DecodeWindow,
+    MixedBatch,
+    Params,
+    loop_sizes,
+    pack_rows,
+    pack_window,
+)
 from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import empty_slots
-from jaxserve.steps.step_function import Shelf, StepFunction, shelf_of
+from jaxserve.steps.step_function import Placement, Shelf, StepFunction, shelf_of, staging_place
 from pallas_kernels.paged_attention import Plan
 
 

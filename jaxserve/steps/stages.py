@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
-from jaxserve.steps.batches import ChoosingRows, DecodeWindow, Params
 from jaxserve.steps.decode import (
     block_of,
     choose,
@@ -29,9 +28,9 @@ from jaxserve.steps.decode import (
 from jaxserve.steps.drafting import merged
 from jaxserve.steps.heads import Chosen, verifying_head
 from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import ChoosingRows, DecodeWindow, Params
 from jaxserve.steps.proposals import Draft
-from jaxserve.steps.sampling.sampler import StepArrays
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import StepArrays, Variant
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 

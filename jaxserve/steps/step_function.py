@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32
 
 from jaxserve.steps.executable_store import (
@@ -32,9 +34,44 @@ from jaxserve.steps.executable_store import (
     this_installation,
     without_jax_cache,
 )
-from jaxserve.steps.placement import Placement
 from pallas_kernels import dispatch
 from pallas_kernels.cpu_targets import target_names
+from sharding.rules import replicated
+from sharding.shards import TENSOR
+
+
+@final
+@dataclass(frozen=True)
+class Placement:
+    """The shardings of everything that the engine makes in addition to the parameters."""
+
+    mesh: Mesh | None  # None on one device
+    whole: Sharding  # sharding of slots and outputs, a copy on every device
+    pages: Sharding  # sharding of the cache, its KV heads split over the mesh's `tensor` axis
+
+    @classmethod
+    def like(cls, sharding: Sharding) -> Placement:
+        """Return the placement that matches parameters with this sharding."""
+        if not isinstance(sharding, NamedSharding):
+            return cls(None, sharding, sharding)
+        mesh: Any = sharding.mesh
+        pages = PartitionSpec(None, None, TENSOR if TENSOR in mesh.shape else None)
+        return cls(mesh, replicated(mesh), NamedSharding(mesh, pages))
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of parts that the KV heads are split into."""
+        return 1 if self.mesh is None else self.mesh.shape.get(TENSOR, 1)
+
+    def in_force(self) -> AbstractContextManager[Any]:
+        """Return the context in which executables are traced and called."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def staging_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Return the sharding of incoming pages: pinned host memory, which the device can read."""
+    return place.with_memory_kind("pinned_host")
+
 
 _log = logging.getLogger(__name__)
 

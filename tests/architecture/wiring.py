@@ -51,7 +51,8 @@ def _reaches(source: Source) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("_") and name != "_"
+    is_public = name in ("_", "_replace", "_asdict", "_fields")  # the last are a named tuple's
+    return name.startswith("_") and not (name.endswith("_") or is_public)
 
 
 def _names_on_self(source: Source) -> set[str]:

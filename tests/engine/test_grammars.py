@@ -17,7 +17,6 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.constraint import MAX_PARTS, Constraint
 from jaxserve.core.errors import (
     GrammarFailedError,
     GrammarsBusyError,
@@ -27,7 +26,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_PARTS, Constraint, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammar_compilation import (
     MAX_WAITING,
@@ -47,7 +46,7 @@ from tests.common.schemas import SYMBOLS
 # Compiles three grammars in which llguidance recurses as deeply as the bounds allow, and one more.
 _DEEP = """
 import json
-from jaxserve.core.constraint import MAX_PARTS
+from jaxserve.core.sampling_params import MAX_PARTS
 from jaxserve.core.errors import InvalidGrammarError, InvalidSamplingParamsError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.grammars import Grammars
@@ -83,7 +82,7 @@ grammars.close()
 """
 
 _SLOW = """
-from jaxserve.core.constraint import Constraint
+from jaxserve.core.sampling_params import Constraint
 from jaxserve.engine.grammars import Grammars
 from jaxserve.testing import letter_tokenizer
 

@@ -9,7 +9,7 @@ from benchmarks.sharding import Collective, collectives_of, play
 from jaxserve import Runtime
 from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.testing import WrapAll
 from sharding import StagePlan, make_mesh
 

@@ -28,9 +28,9 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 from tests.common.tiers import some
 from tests.planning.step_times import plan

@@ -12,7 +12,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.scheduling.plan import Admission, Row
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from jaxserve.steps.slots import MOVES_A_CALL
 from tests.planning.step_times import plan
 

@@ -26,8 +26,8 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.scheduling.sequence import Phase, Sequence
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from tests.common.tiers import some
 

@@ -11,8 +11,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import empty_cache
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from sharding import make_mesh, state_shardings
 from tests.common.tiers import some

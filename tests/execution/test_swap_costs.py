@@ -6,7 +6,7 @@ import threading
 import time
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.execution.swap_costs import measured_costs
+from jaxserve.execution.pages import measured_costs
 from jaxserve.testing.executors import ExecutorWrapper, WrapAll
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 

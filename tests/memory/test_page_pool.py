@@ -5,8 +5,7 @@ from array import array
 
 import pytest
 
-from jaxserve.memory.page_pool import NULL_PAGE, PagePool
-from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.page_pool import NULL_PAGE, PagePool, PageTable
 
 pytestmark = pytest.mark.fast
 

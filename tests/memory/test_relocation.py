@@ -5,8 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from jaxserve.memory.page_pool import NULL_PAGE, PagePool, fewest_moves, page_sources, page_targets
-from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.page_pool import (
+    NULL_PAGE,
+    PagePool,
+    PageTable,
+    fewest_moves,
+    page_sources,
+    page_targets,
+)
 
 pytestmark = pytest.mark.fast
 

@@ -15,7 +15,7 @@ from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, fitted, load_params, under_own_names
 from jaxserve.models.safetensors_source import SafetensorsSource
-from jaxserve.steps.placement import Placement
+from jaxserve.steps.step_function import Placement
 from pallas_kernels import Rows
 from sharding import state_shardings
 

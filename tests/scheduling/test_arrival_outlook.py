@@ -11,9 +11,9 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduling.bounds import ArrivalOutlook, outlooks
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.order import DueFirst
-from jaxserve.scheduling.outlook import ArrivalOutlook, outlooks
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.common.tiers import some

@@ -16,11 +16,10 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import MAX_LOOKED_AT, Sequence
 from tests.memory.gate import GatedFiles
 
 CONFIG = EngineConfig(

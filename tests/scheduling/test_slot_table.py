@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jaxserve.scheduling.slot_table import SlotTable, fewest_moves_window
+from jaxserve.scheduling.queues import SlotTable, fewest_moves_window
 from tests.common.tiers import seeds
 
 

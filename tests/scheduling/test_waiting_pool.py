@@ -14,8 +14,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.queues import WaitingPool
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.waiting_pool import WaitingPool
 from jaxserve.testing import Trace
 
 CONFIG = EngineConfig(num_pages=40, max_slots=4, max_context=64, max_step_tokens=16, page_size=4)

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.steps.sampling.sampler import Sampled, pack_sampling, sample
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Sampled, Variant, pack_sampling, sample
 
 # Few shapes, since each needs a compilation.
 NUM_ROWS, VOCAB, CONTEXT = 32, 1000, 24

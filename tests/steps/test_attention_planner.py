@@ -15,8 +15,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 

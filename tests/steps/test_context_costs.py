@@ -18,12 +18,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.plan import Admission
 from jaxserve.steps.packing import pack_rows, pack_window
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.processors import Penalties, Rows
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import admissions_by_call, admit, empty_slots, pack_admissions, pack_edits
-from jaxserve.steps.step_function import OneBuffer, packed
+from jaxserve.steps.step_function import OneBuffer, Placement, packed
 from jaxserve.testing.tiny import tiny_llama
 from tests.steps.sampling import request
 

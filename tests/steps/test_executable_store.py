@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of
-from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import Shelf, StepFunction, abstract, shelf_of
+from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract, shelf_of
 from pallas_kernels import build
 from pallas_kernels.cpu_targets import target_names
 

@@ -18,10 +18,10 @@ from jaxserve.execution.pages import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import IncomingPages, empty_cache
 from jaxserve.steps import slots as edits
 from jaxserve.steps.packing import pack_rows, pack_window
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting

@@ -19,7 +19,7 @@ from jaxserve.steps.packing import (
     pack_window,
     sampling_slots,
 )
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from tests.planning.step_times import plan
 
 

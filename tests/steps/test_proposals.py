@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.steps import proposals, slots
-from jaxserve.steps.batches import DecodeWindow
 from jaxserve.steps.decode import block_of, choose, rows_of
 from jaxserve.steps.outputs import no_outputs
+from jaxserve.steps.packing import DecodeWindow
 from jaxserve.steps.proposals import Answers, Draft, Lookup
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import SlotState
 
 NUM, CONTEXT, NUM_SLOTS = 5, 500, 4

@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_LOGPROBS
-from jaxserve.steps.sampling.sampler import pack_sampling, sample
-from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.sampling.sampler import Variant, pack_sampling, sample
 from tests.common.tiers import some
 from tests.steps.sampling import (
     CONTEXT,

@@ -16,8 +16,7 @@ from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.heads import mixed_head
 from jaxserve.steps.packing import no_masks
 from jaxserve.steps.sampling.processors import AllowedTokens
-from jaxserve.steps.sampling.sampler import pack_sampling, sample
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant, pack_sampling, sample
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from tests.common.tiers import some
 from tests.steps.sampling import CONTEXT, NUM_ROWS, VOCAB, random_requests, request, run

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from tests.common.tiers import some
 from tests.steps.sampling import (
     CONTEXT,

@@ -43,8 +43,8 @@ from jaxserve.planning.layers.profile import LayerSizes
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
-from jaxserve.steps.placement import Placement
 from jaxserve.steps.sampling.choice import argmax
+from jaxserve.steps.step_function import Placement
 from pallas_kernels.paged_attention import Plan
 from sharding import make_mesh
 from sharding.shards import TENSOR, over_tensor, sum_over_tensor

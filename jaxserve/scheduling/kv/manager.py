@@ -17,12 +17,11 @@ from jaxserve.memory.page_cache import PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
-from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 from jaxserve.scheduling.kv.swap_space import SwapCosts, SwapSpace, copy_s, page_cost
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.sequence import Phase, Sequence, SequenceKV
 
 
 @final

@@ -11,11 +11,17 @@ from jaxserve.core.request import Request, padded_to_pages
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.eviction import PageValues
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.page_pool import PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT, SequenceKV, SharedPages, Window
-from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.sequence import (
+    MAX_LOOKED_AT,
+    Phase,
+    Sequence,
+    SequenceKV,
+    SharedPages,
+    Window,
+)
 
 
 @final
