@@ -44,7 +44,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from jaxserve.cells.layout import Layout  # noqa: E402
+from jaxserve.cells.layout import CellLayout  # noqa: E402
 from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
@@ -379,7 +379,7 @@ def _copies(hlo: str, model: nnx.Module) -> list[str]:
 def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
     """Return the launches of a task of 64 LSTM steps, with what begins and ends a call."""
     step = Embedded(LSTM(1024, 1024, rngs=nnx.Rngs(0)), 1000, rngs=nnx.Rngs(0))
-    layout = Layout(sequence_model(step, name="lstm").cells)
+    layout = CellLayout(sequence_model(step, name="lstm").cells)
     programs = CellPrograms(layout, has_flat=False)
     place = NamedSharding(mesh, PartitionSpec())
 

@@ -33,7 +33,7 @@ from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import MAX_NODES
-from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.policy import Task, TaskGroup
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.clock import WallClock
@@ -78,7 +78,7 @@ def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, floa
     `nodes_per_s` counts all of the host's work, and `scheduled_per_s` the policy's alone; steps of
     loops count as nodes.
     """
-    layout = Layout(model.cells)
+    layout = CellLayout(model.cells)
     clock = WallClock()
     engine = CellEngine(
         HostCells(layout),
@@ -124,7 +124,7 @@ class HostCells:
 
     num_workers = 1
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: CellLayout):
         self.layout = layout
         self.num_slots = (_NUM_SLOTS - NUM_RESERVED_SLOTS,) * len(layout.pools)
         self._table = ValueTable(layout, 1, (_NUM_SLOTS,) * len(layout.pools))

@@ -155,12 +155,12 @@ def simulate(
     warm_share: float = WARM_SHARE,
 ) -> dict[str, Any]:
     """Return the figures of a simulated run; the policy does not know the answers' lengths."""
-    from jaxserve.cells.layout import Layout
+    from jaxserve.cells.layout import CellLayout
     from jaxserve.cells.simulation import simulate_cells
 
     has_loop = any(cell.is_loop for cell in model.cells)
     done = simulate_cells(
-        Layout(model.cells),
+        CellLayout(model.cells),
         [(at, model.unfold(one)) for at, one in zip(arrivals, requests, strict=True)],
         policy,
         cost,

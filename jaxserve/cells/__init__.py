@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jaxserve.cells.cell import Cell as Cell
     from jaxserve.cells.cell import Repeat as Repeat
     from jaxserve.cells.graph import Graph as Graph
-    from jaxserve.cells.nodes import Node as Node
-    from jaxserve.cells.nodes import Output as Output
+    from jaxserve.cells.graph import Node as Node
+    from jaxserve.cells.graph import Output as Output
     from jaxserve.cells.runtime import CellRuntime as CellRuntime
     from jaxserve.cells.simulation import SimulatedCell as SimulatedCell
 
@@ -40,8 +40,8 @@ _HOMES = {
     "CellPiece": "jaxserve.cells.answers",
     "CellRuntime": "jaxserve.cells.runtime",
     "Graph": "jaxserve.cells.graph",
-    "Node": "jaxserve.cells.nodes",
-    "Output": "jaxserve.cells.nodes",
+    "Node": "jaxserve.cells.graph",
+    "Output": "jaxserve.cells.graph",
     "Repeat": "jaxserve.cells.cell",
     "SimulatedCell": "jaxserve.cells.simulation",
 }

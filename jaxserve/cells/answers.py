@@ -12,7 +12,6 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jaxserve.cells.flat_graph import FlatGraph
-from jaxserve.cells.graph_plan import Wanted
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Timing
 
@@ -178,14 +177,9 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        returned = graph.plan.returned
-        self._wanted = returned.wanted_for
-        self._num_missing = returned.num_values
-        self._values: dict[str, np.ndarray] = {}
-        self._members: dict[str, list[np.ndarray | None]] = {
-            name: [None] * num for name, num in returned.num_members.items()
-        }
-        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in returned.steps}
+        self._returned = graph.plan.returned
+        self._arrays: dict[int, np.ndarray] = {}  # by value
+        self._steps: dict[int, list[np.ndarray]] = {}  # likewise, of loops
 
     def start(self, key: int, first_row: int) -> None:
         self.key = key
@@ -199,53 +193,41 @@ class Part:
 
     def deliver(self, value: int, array: np.ndarray, now_s: float) -> None:
         """Copy a value that the graph returns; `array` may be a view of a larger array."""
-        array = array.copy()
-        for wanted in self._wanted[value]:
-            if wanted.is_steps:
-                continue
-            self._num_missing -= not self._has(wanted)
-            if wanted.member is None:
-                self._values[wanted.name] = array
-            else:
-                self._members[wanted.name][wanted.member] = array
-            self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
+        array = self._arrays[value] = array.copy()
+        for wanted in self._returned.wanted_for[value]:
+            if not wanted.is_steps:
+                self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
 
     def deliver_steps(self, value: int, arrays: np.ndarray, now_s: float) -> None:
         """Take a loop's next steps [steps, ...] of an emitted output; no other code changes it."""
-        for wanted in self._wanted.get(value, ()):
+        for wanted in self._returned.wanted_for.get(value, ()):
             if wanted.is_steps:
-                steps = self._steps[wanted.name]
-                first = sum(map(len, steps))
+                steps = self._steps.setdefault(value, [])
+                self.answer.show(wanted.name, arrays, sum(map(len, steps)), now_s)
                 steps.append(arrays)
-                self.answer.show(wanted.name, arrays, first, now_s)
 
     def missing(self) -> list[int]:
-        if not self._num_missing:
+        if len(self._arrays) == len(self._returned.values):
             return []
-        return [
-            value
-            for value, all_wanted in self._wanted.items()
-            if not all(self._has(wanted) for wanted in all_wanted)
-        ]
+        return [value for value in self._returned.values if value not in self._arrays]
 
     def values(self) -> dict[str, np.ndarray]:
         """Return the values by name, without incomplete lists."""
-        found = dict(self._values)
-        for name, members in self._members.items():
-            arrays = [member for member in members if member is not None]
+        found: dict[str, np.ndarray] = {}
+        lists: dict[str, list[np.ndarray | None]] = {}
+        for value, wanted in self.graph.wanted:
+            if wanted.is_steps:
+                if value in self._steps:
+                    found[wanted.name] = np.concatenate(self._steps[value])
+            elif wanted.member is not None:
+                lists.setdefault(wanted.name, []).append(self._arrays.get(value))
+            elif value in self._arrays:
+                found[wanted.name] = self._arrays[value]
+        for name, members in lists.items():
+            arrays = [one for one in members if one is not None]
             if len(arrays) == len(members):
                 found[name] = np.stack(arrays)
-        for name, steps in self._steps.items():
-            if steps:
-                found[name] = np.concatenate(steps)
         return found
-
-    def _has(self, wanted: Wanted) -> bool:
-        if wanted.is_steps:
-            return True
-        if wanted.member is None:
-            return wanted.name in self._values
-        return self._members[wanted.name][wanted.member] is not None
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from jaxserve.cells.nodes import Chain, ChainForm, Node, Output, Tree, TreeForm, label_of
+from jaxserve.cells.graph import Chain, ChainForm, Node, Output, Tree, TreeForm, label_of
 from jaxserve.cells.tree_shape import TreeShape, checked_pairs
 from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxserve.cells.cell_graph import NO_SUCCESSOR, CellGraph, SubgraphEntry
 from jaxserve.cells.policy import CellScheduler, CellType, Task, TaskGroup, groups_of
-from jaxserve.cells.tree_shape import Waves
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -50,8 +49,6 @@ class BatchMaker:
 _FREE = -1  # the worker of a subgraph that any worker may run
 _SEVERAL = -2  # the worker of a subgraph that waits for tasks of several workers
 _NO_NODES = np.zeros(0, np.int64)
-# Number of empty subgraphs that a queue may hold at any size.
-_MAX_GONE = 64
 
 
 @final
@@ -124,17 +121,6 @@ class _Pins:
 
 
 @final
-class _Release:
-    """The ready nodes of a subgraph; empty once they are in the front or their graph has left."""
-
-    __slots__ = ("nodes", "waves")
-
-    def __init__(self, nodes: np.ndarray, waves: Waves | None):
-        self.nodes = nodes
-        self.waves = waves
-
-
-@final
 class _NodeQueue:
     """The ready nodes of a type, ordered by the release of their subgraphs.
 
@@ -153,8 +139,8 @@ class _NodeQueue:
         self.front = _NO_NODES
         self.num_ready = 0
         self.num_running = 0
-        self._released: deque[_Release] = deque()  # after the front
-        self._num_gone = 0  # empty ones among them
+        # After the front: head of a subgraph -> its ready nodes.
+        self._released: OrderedDict[int, np.ndarray] = OrderedDict()
         self._taken = _NO_NODES  # places in the front of the nodes that `next` returned
 
     def count_running(self, num: int) -> None:
@@ -164,22 +150,12 @@ class _NodeQueue:
         """Return how many nodes a worker may run; with several workers, a batch at most."""
         return self.num_ready if self.pins is None else len(self.next(worker))
 
-    def push(self, entry: SubgraphEntry, first_node: int) -> _Release:
-        waves = entry.waves
-        moved = waves and Waves(waves.nodes + first_node, waves.numbers)
-        release = _Release(entry.nodes + first_node, moved)
-        self._released.append(release)
-        self.num_ready += len(release.nodes)
-        return release
+    def push(self, head: int, nodes: np.ndarray) -> None:
+        self._released[head] = nodes
+        self.num_ready += len(nodes)
 
-    def drop(self, release: _Release) -> None:
-        if len(release.nodes):
-            self.num_ready -= len(release.nodes)
-            release.nodes = _NO_NODES
-            self._num_gone += 1
-        if self._num_gone > _MAX_GONE and 2 * self._num_gone > len(self._released):
-            self._released = deque([one for one in self._released if len(one.nodes)])
-            self._num_gone = 0
+    def drop(self, head: int) -> None:
+        self.num_ready -= len(self._released.pop(head, _NO_NODES))
 
     def next(self, worker: int) -> np.ndarray:
         """Return the nodes of a worker's next task; `replace` then removes them."""
@@ -187,12 +163,9 @@ class _NodeQueue:
         parts = [self.front]
         num = len(self.front) if pins is None else pins.may_run(self.front, worker).sum()
         while num < most and self._released:
-            release = self._released.popleft()
-            nodes = release.nodes
-            self._num_gone -= not len(nodes)
+            _, nodes = self._released.popitem(last=False)
             parts.append(nodes)
             num += len(nodes) if pins is None else pins.may_run(nodes, worker).sum()
-            release.nodes = _NO_NODES
         if len(parts) > 1:
             self.front = np.concatenate(parts)
         if pins is None:
@@ -211,36 +184,6 @@ class _NodeQueue:
         self.front = np.concatenate([nodes, rest]) if len(nodes) and len(rest) else rest
         if not len(rest):
             self.front = nodes
-
-    def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
-        """Return nodes and sizes of at most `most` next tasks, and the later nodes.
-
-        None if it is not known that each task has all nodes that are ready then.
-        """
-        # Each subgraph has a node in the first task.
-        if len(self.front) or len(self._released) - self._num_gone > self.type.max_batch:
-            return None
-        released = [release.waves for release in self._released if len(release.nodes)]
-        known = [waves for waves in released if waves is not None]
-        if not known or len(known) < len(released):
-            return None
-        nodes, numbers = known[0]
-        if len(known) > 1:
-            nodes, numbers = map(np.concatenate, zip(*known, strict=True))
-            nodes = nodes[np.argsort(numbers, kind="stable")]
-        sizes = np.bincount(numbers)[: most + 1].tolist()
-        if max(sizes) > self.type.max_batch or min(sizes) < self.type.min_batch:
-            return None
-        end = sum(sizes[:most])
-        return nodes[:end], sizes[:most], nodes[end : end + sum(sizes[most:])]
-
-    def replace_all(self, nodes: np.ndarray) -> None:
-        for release in self._released:
-            release.nodes = _NO_NODES
-        self._released.clear()
-        self._num_gone = 0
-        self.front = nodes
-        self.num_ready = len(nodes)
 
     def keep(self, is_kept: np.ndarray) -> None:
         """Drop the nodes of the front for which `is_kept` is false."""
@@ -301,8 +244,7 @@ class BatchMakerScheduler:
         has_loops = any(type.is_loop for type in types)
         # Whether it is known at submission which graphs end with a task.
         self._knows_ends = num_workers == 1 and releases_at_submission and not has_loops
-        # key -> first node, graph, and its subgraphs that have been released, with their types.
-        self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, _Release]]]] = {}
+        self._runs: dict[int, tuple[int, CellGraph]] = {}  # key -> first node, and graph
         self._key_of: dict[int, int] = {}  # first node -> key
         # Subgraphs that are not released: head -> entry, and first node of the graph.
         self._waiting: dict[int, tuple[SubgraphEntry, int]] = {}
@@ -322,7 +264,7 @@ class BatchMakerScheduler:
         links, end = graph.links, first_node + len(graph)
         if end > self._state.shape[1]:
             self._grow(end)
-        self._runs[key] = first_node, graph, []
+        self._runs[key] = first_node, graph
         self._key_of[first_node] = key
         np.add(links.rows, first_node * _IS_NODE, out=self._of_links[:, first_node:end])
         self._num_left[first_node] = len(graph)
@@ -341,24 +283,20 @@ class BatchMakerScheduler:
             if entry.num_before:
                 self._outer_left[first_node + entry.head] = entry.num_before
                 self._waiting[first_node + entry.head] = entry, first_node
-            elif entry.is_several and self._pins is not None:  # each may run on any worker
-                for node in entry.nodes.tolist():
-                    one = SubgraphEntry(node, entry.type, np.array([node]), 0)
-                    self._push(key, one, first_node)
             else:
-                self._push(key, entry, first_node)
+                self._push(entry, first_node)
 
     def cancel(self, key: int) -> None:
-        first, graph, released = self._runs[key]
+        first, graph = self._runs[key]
         end = first + len(graph)
         self._forget(key)
         self._num_left[first] = _NEVER
         self._is_over[first:end] = 1
         for entry in graph.links.entries:
             self._waiting.pop(first + entry.head, None)
-        for type, release in released:
-            self._queues[type].drop(release)
-        for type in {type for type, _ in released}:
+            for head, _ in self._parts(entry, first):
+                self._queues[entry.type].drop(head)
+        for type in {entry.type for entry in graph.links.entries}:
             front = self._queues[type].front
             self._queues[type].keep((front < first) | (front >= end))
 
@@ -366,12 +304,6 @@ class BatchMakerScheduler:
         queue = self._choose(worker)
         if queue is None:
             return []
-        if self._pins is None and (waves := queue.waves(self._max_tasks)) is not None:
-            nodes, sizes, after = waves
-            # No other subgraph depends on a subgraph with waves.
-            np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
-            queue.replace_all(after)
-            return self._submit(queue, worker, nodes, sizes)
         parts: list[np.ndarray] = []
         all_sizes: list[int] = []
         while len(all_sizes) < self._max_tasks:
@@ -535,13 +467,20 @@ class BatchMakerScheduler:
 
     def _push_all(self, heads: np.ndarray) -> None:
         for head in self._last_of_each(heads).tolist():
-            entry, first = self._waiting.pop(head)
-            self._push(self._key_of[first], entry, first)
+            self._push(*self._waiting.pop(head))
 
-    def _push(self, key: int, entry: SubgraphEntry, first: int) -> None:
-        if self._pins is not None:
-            self._pins.release(first + entry.head)
-        self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
+    def _push(self, entry: SubgraphEntry, first: int) -> None:
+        for head, nodes in self._parts(entry, first):
+            if self._pins is not None:
+                self._pins.release(head)
+            self._queues[entry.type].push(head, nodes)
+
+    def _parts(self, entry: SubgraphEntry, first: int) -> list[tuple[int, np.ndarray]]:
+        """Return head and nodes of what is released together; each may run on any worker."""
+        nodes = entry.nodes + first
+        if self._pins is None or not entry.is_several:
+            return [(first + entry.head, nodes)]
+        return [(node, nodes[i : i + 1]) for i, node in enumerate(nodes.tolist())]
 
     def _ended(self, queue: _NodeQueue, nodes: np.ndarray, ended: Collection[int]) -> np.ndarray:
         """Return the loops whose last step has completed, and submit no further steps of them."""
@@ -578,7 +517,7 @@ class BatchMakerScheduler:
         return nodes[self._place[nodes] == places]
 
     def _forget(self, key: int) -> None:
-        first, graph, _ = self._runs.pop(key)
+        first, graph = self._runs.pop(key)
         del self._key_of[first]
         for node in graph.links.several:
             del self._several[first + node]

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxserve.cells.base import BATCH_SIZES, BaseCell
-from jaxserve.cells.nodes import Node
+from jaxserve.cells.graph import Node
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.errors import InvalidCellError, InvalidGraphError
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, final
 import numpy as np
 
 from jaxserve.cells.lru_cache import LRUCache
-from jaxserve.cells.tree_shape import TreeShape, Waves
+from jaxserve.cells.tree_shape import TreeShape
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
 # See `CellGraph`.
@@ -37,7 +37,6 @@ class SubgraphEntry(NamedTuple):
       head: the first node of the subgraph, which identifies it.
       nodes: int64 [n], those without a predecessor in the subgraph.
       num_before: edges from nodes of other subgraphs.
-      waves: the subgraph's waves, if they are known.
     """
 
     head: int
@@ -45,7 +44,6 @@ class SubgraphEntry(NamedTuple):
     nodes: np.ndarray
     num_before: int
     is_several: bool = False
-    waves: Waves | None = None
 
 
 class Links(NamedTuple):
@@ -203,7 +201,7 @@ def chain_graph(type: int, num_nodes: int) -> CellGraph:
 
 
 def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
-    pairs, waves = shape.pairs, shape.waves
+    pairs = shape.pairs
     num = len(pairs) + 1  # leaves
     types, max_steps, heads = _nodes_of_trees(leaf_type, pair_type, num)
     # Each pair is a separate line: lines of pairs in deep trees are not used.
@@ -216,10 +214,9 @@ def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
     is_pair = pairs >= num
     num_inner[num:] = is_pair[:, 0]
     num_inner[num:] += is_pair[:, 1]
-    first = waves.nodes[: waves.numbers.searchsorted(1)]
     entries = (
         SubgraphEntry(0, leaf_type, heads[:num], 0, is_several=True),
-        SubgraphEntry(num, pair_type, first, num, waves=waves),
+        SubgraphEntry(num, pair_type, num + np.flatnonzero(num_inner[num:] == 0), num),
     )
     return CellGraph(
         types,

@@ -18,7 +18,7 @@ from jaxserve.cells.layout import (
     NUM_RESERVED_SLOTS,
     TRASH_SLOT,
     ZERO_SLOT,
-    Layout,
+    CellLayout,
     TypeLayout,
 )
 from jaxserve.cells.policy import Task, TaskGroup, groups_of
@@ -52,7 +52,7 @@ class DeviceHandle:
         worker: int,
         tasks: TaskGroup | None,
         flags: Any,
-        layout: Layout,
+        layout: CellLayout,
         emitted: Sequence[Any],
         reads: Sequence[tuple[Any, list[int]]],
         *,
@@ -148,7 +148,7 @@ class DeviceCells:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CellLayout,
         devices: Sequence[Any],
         *,
         num_slots: Sequence[int],

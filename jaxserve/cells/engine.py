@@ -16,7 +16,7 @@ from jaxserve.cells.answers import CellAnswer, CellCompletion, Part, PartRows
 from jaxserve.cells.executor import CellExecutor, CellHandle, NodeRows, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policy import CellPolicy, TaskGroup
 from jaxserve.cells.recorder import CellRecorder
 from jaxserve.core.clock import Clock
@@ -64,7 +64,7 @@ class CellStats:
 
 
 def _too_many_values(
-    layout: Layout, num_slots: Sequence[int], allowed: Sequence[int]
+    layout: CellLayout, num_slots: Sequence[int], allowed: Sequence[int]
 ) -> TooManyNodesError | None:
     for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
         if needed > most:
@@ -83,7 +83,7 @@ def _no_free_slots(part: Part) -> DeviceMemoryError:
     )
 
 
-def _not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
+def _not_finite(part: Part, node: int, layout: CellLayout) -> NumericalError:
     number = node - part.first_row
     cell = layout.types[part.graph.graph.types[number]].cell
     return NumericalError(

@@ -9,7 +9,7 @@ from typing import Protocol, final
 import numpy as np
 
 from jaxserve.cells.flat_graph import FlatGraph
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policy import Task, TaskGroup, groups_of
 from jaxserve.core.config import bucket
 
@@ -63,7 +63,7 @@ class CellExecutor(Protocol):
     """
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> CellLayout: ...
 
     @property
     def num_workers(self) -> int: ...
@@ -126,7 +126,9 @@ class CompilingExecutor(CellExecutor, Protocol):
         ...
 
 
-def calls_of(tasks: Sequence[Task], layout: Layout, max_fused: int) -> list[tuple[int, TaskGroup]]:
+def calls_of(
+    tasks: Sequence[Task], layout: CellLayout, max_fused: int
+) -> list[tuple[int, TaskGroup]]:
     """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
 
     A call runs at most `max_fused` consecutive tasks of one type and size. A smaller task takes the

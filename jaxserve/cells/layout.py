@@ -28,7 +28,7 @@ DONE_SPEC = ValueSpec((), np.dtype(np.uint8))
 @final
 @dataclass(frozen=True)
 class TypeLayout:
-    """The layout of one cell type; see `Layout` for the columns of its nodes.
+    """The layout of one cell type; see `CellLayout` for the columns of its nodes.
 
     Attributes:
       input_pools, output_pools: pool of each input and output.
@@ -64,7 +64,7 @@ class TypeLayout:
 
 
 @final
-class Layout:
+class CellLayout:
     """The layout of all cells of a runtime. Values of the same shape and dtype share a pool.
 
     A node reads and writes a row of `width` numbers: the slot of each input, from column

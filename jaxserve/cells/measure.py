@@ -11,7 +11,7 @@ import jax
 
 from jaxserve.cells.base import BaseCell
 from jaxserve.cells.device import DeviceCells
-from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.simulation import MeasuredTaskCost
 from jaxserve.core.errors import InvalidConfigError
 
@@ -99,7 +99,7 @@ def measure_cells(
     for name, value in (("max_fused", max_fused), ("num_calls", num_calls)):
         if value < 1:
             raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
-    layout = Layout(cells)
+    layout = CellLayout(cells)
     layout.require_names()
     executor = DeviceCells(
         layout,

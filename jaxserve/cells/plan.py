@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jaxserve.cells.base import BaseCell
 from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.graph import Graph
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.simulation import LoopLength, TaskCost, simulate_cells
 from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
 
@@ -170,7 +170,7 @@ class _Search:
         return float(np.max(self._latencies(settings, np.zeros(len(self._graphs)))))
 
     def _latencies(self, settings: list[int], arrivals_s: np.ndarray) -> list[float]:
-        layout = Layout(
+        layout = CellLayout(
             [
                 cell.without_module(largest)
                 for cell, largest in zip(self._cells, settings, strict=False)

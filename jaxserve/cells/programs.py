@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
-from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, Layout, TypeLayout
+from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, CellLayout, TypeLayout
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt, scatter_pages
 from pallas_kernels.dispatch import target_platform
@@ -43,7 +43,10 @@ def sources_of(t: TypeLayout) -> tuple[int, ...]:
 
 
 def stay_in_place(
-    rows: Int32[Array, "tasks batch width"], t: TypeLayout, layout: Layout, sources: tuple[int, ...]
+    rows: Int32[Array, "tasks batch width"],
+    t: TypeLayout,
+    layout: CellLayout,
+    sources: tuple[int, ...],
 ) -> Bool[Array, " tasks"]:
     """Return for each task whether all its rows continue the same rows of the previous task.
 
@@ -53,7 +56,7 @@ def stay_in_place(
     padding may follow each other too.
 
     Args:
-      rows: see `Layout`.
+      rows: see `CellLayout`.
       sources: see `sources_of`.
     """
     first = layout.first_output
@@ -105,7 +108,7 @@ class GatedTasks:
         gives the reason.
     """
 
-    def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
+    def __init__(self, t: TypeLayout, layout: CellLayout, graphdef: Any, tree: Any):
         cell: Any = t.cell
         if not (cell.takes_rows and isinstance(cell.module, Gated)):
             raise NotImplementedError("its module is not one gated cell")
@@ -180,7 +183,7 @@ class GatedTasks:
 
 
 def gated_tasks_of(
-    t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
+    t: TypeLayout, layout: CellLayout, graphdef: Any, tree: Any, leaves: list[Any]
 ) -> tuple[GatedTasks, Array] | None:
     """Return the one-kernel function of a type's tasks and its packed weights, if a kernel can."""
     try:
@@ -215,7 +218,7 @@ class TaskFunction(Protocol):
     Args:
       params: the leaves of the module's parameters.
       pools: the pools of the type, in their order; they are donated.
-      rows: what the rows of each task read and write, see `Layout`.
+      rows: what the rows of each task read and write, see `CellLayout`.
       num_tasks: tasks in `rows`; the rest is padding.
 
     Returns:
@@ -236,8 +239,8 @@ class FlatTaskFunction(Protocol):
 
     Args:
       params, pools: see `TaskFunction`.
-      rows: what each row reads and writes, see `Layout`, and in the last column the number of its
-        task, which does not decrease; negative for padding.
+      rows: what each row reads and writes, see `CellLayout`, and in the last column the number of
+        its task, which does not decrease; negative for padding.
       reads: slots of the pool of states to read after the tasks; negative after the last of them.
 
     Returns:
@@ -262,7 +265,7 @@ class CellPrograms:
     the pools that its functions take. Only a CPU runs flat functions (`has_flat`).
     """
 
-    def __init__(self, layout: Layout, *, has_flat: bool):
+    def __init__(self, layout: CellLayout, *, has_flat: bool):
         self.params: list[tuple[Array, ...]] = []
         self.tasks: list[TaskFunction] = []
         self.flat: list[FlatTaskFunction | None] = []
@@ -288,7 +291,7 @@ class CellPrograms:
 
 @final
 class _Tasks:
-    def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
+    def __init__(self, t: TypeLayout, layout: CellLayout, graphdef: Any, tree: Any):
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
         self._layout = layout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from jaxserve.cells.answers import CellCompletion
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policy import TaskGroup
 from jaxserve.core.config import bucket
 from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRecord
@@ -33,7 +33,7 @@ class CellRecorder:
     The engine's thread writes it, and any thread may read `records`.
     """
 
-    def __init__(self, layout: Layout, num_workers: int):
+    def __init__(self, layout: CellLayout, num_workers: int):
         self._layout = layout
         self._records = Records()
         self._reading = threading.Lock()

@@ -30,7 +30,7 @@ from jaxserve.cells.engine import CellEngine, CellStats
 from jaxserve.cells.executor import CompilingExecutor
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import MAX_NODES, Graph
-from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.policy import CellPolicy
 from jaxserve.core.clock import Clock, WallClock
 from jaxserve.core.errors import (
@@ -193,7 +193,7 @@ class CellRuntime:
         self.progress = progress
         enable_compilation_cache()
         policy = policy or BatchMaker(max_tasks_to_submit=max_tasks_to_submit)
-        layout = Layout(cells)
+        layout = CellLayout(cells)
         executor: CompilingExecutor = DeviceCells(
             layout,
             devices,
@@ -428,7 +428,7 @@ class CellRuntime:
             )
 
 
-def slots_that_fit(layout: Layout, memory: int | str) -> list[int]:
+def slots_that_fit(layout: CellLayout, memory: int | str) -> list[int]:
     """Return the number of slots of each pool: as many of every pool as fit in the memory.
 
     Raises:

@@ -13,9 +13,8 @@ from jaxserve.cells.base import BATCH_SIZES, BaseCell
 from jaxserve.cells.engine import CellEngine, CellStats
 from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph, flatten
-from jaxserve.cells.graph import MAX_NODES, Graph
-from jaxserve.cells.layout import Layout
-from jaxserve.cells.nodes import Node
+from jaxserve.cells.graph import MAX_NODES, Graph, Node
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policy import CellPolicy, Task, TaskGroup
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.clock import VirtualClock
@@ -93,7 +92,7 @@ class SimulatedCells:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CellLayout,
         clock: VirtualClock,
         cost: TaskCost,
         *,
@@ -282,7 +281,7 @@ class CellSimulation:
 
 
 def simulate_cells(
-    layout: Layout,
+    layout: CellLayout,
     requests: Sequence[tuple[float, Graph]],
     policy: CellPolicy,
     cost: TaskCost,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -19,17 +19,6 @@ _NUMBER, _TUPLE = b"i", b"("
 _RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
-class Waves(NamedTuple):
-    """The tasks of a subgraph that no other depends on, if each has all of its ready nodes.
-
-    `nodes` int64 [nodes] starts with those of the first task; `numbers` int64 [nodes] are their
-    tasks.
-    """
-
-    nodes: np.ndarray
-    numbers: np.ndarray
-
-
 @final
 class TreeShape:
     """The shape of trees that differ only in their leaves. Leaves are numbered first, then pairs.
@@ -40,20 +29,19 @@ class TreeShape:
       leftmost: int32 [nodes], the leftmost leaf below each node.
     """
 
-    __slots__ = ("key", "pairs", "leftmost", "waves")
+    __slots__ = ("key", "pairs", "leftmost")
 
-    def __init__(self, key: bytes, pairs: np.ndarray, leftmost: Sequence[int], waves: Waves):
+    def __init__(self, key: bytes, pairs: np.ndarray, leftmost: Sequence[int]):
         self.key = key
         self.pairs = pairs
         self.leftmost = np.array(leftmost, np.int32)
-        self.waves = waves
 
     @classmethod
     def of(cls, pairs: np.ndarray) -> TreeShape:
         leftmost = list(range(len(pairs) + 1))
         for left in pairs[:, 0].tolist():
             leftmost.append(leftmost[left])
-        return cls(pairs.tobytes(), pairs, leftmost, _waves(pairs))
+        return cls(pairs.tobytes(), pairs, leftmost)
 
 
 # Shapes of nested tuples, by the kinds of their parts.
@@ -122,7 +110,6 @@ def _shape(kinds: bytes) -> TreeShape:
     open: list[int] = []  # for each incomplete pair: its left node, or -1
     numbers: list[int] = []
     leftmost = list(range(num))
-    levels = [-1] * num
     for kind in kinds:
         if kind == pair:
             open.append(-1)
@@ -137,15 +124,10 @@ def _shape(kinds: bytes) -> TreeShape:
             open.pop()
             numbers += (left, node)
             leftmost.append(leftmost[left])
-            level, other = levels[left], levels[node]
-            levels.append((level if level > other else other) + 1)
             node = after
             after += 1
     pairs = np.array(numbers, np.int32).reshape(-1, 2)
-    # Nodes below a pair come before nodes below a later one, so each wave is in this order.
-    waves = np.array(levels[num:], np.int64)
-    order = np.argsort(waves, kind="stable")
-    return TreeShape(kinds, pairs, leftmost, Waves(order + num, waves[order]))
+    return TreeShape(kinds, pairs, leftmost)
 
 
 def checked_pairs(
@@ -166,29 +148,3 @@ def checked_pairs(
             "node but the last one once"
         )
     return found
-
-
-def _waves(pairs: np.ndarray) -> Waves:
-    """Return the waves of pairs that may be in any order in which each follows what it joins."""
-    num = len(pairs) + 1
-    above = [-1] * (num + len(pairs))
-    num_left, wave = [0] * len(above), []  # for each pair, the joined nodes that are in no wave
-    for node, (left, right) in enumerate(pairs.tolist(), num):
-        above[left] = above[right] = node
-        num_left[node] = (left >= num) + (right >= num)
-        if not num_left[node]:
-            wave.append(node)
-    nodes: list[int] = []
-    sizes: list[int] = []
-    while wave:
-        nodes += wave
-        sizes.append(len(wave))
-        after = []
-        for node in wave:
-            parent = above[node]
-            if parent >= 0:
-                num_left[parent] -= 1
-                if not num_left[parent]:
-                    after.append(parent)
-        wave = after
-    return Waves(np.array(nodes), np.repeat(np.arange(len(sizes)), sizes))

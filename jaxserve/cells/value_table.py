@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from jaxserve.cells.flat_graph import FlatGraph
-from jaxserve.cells.layout import IN_TASK, NUM_RESERVED_SLOTS, TRASH_SLOT, ZERO_SLOT, Layout
+from jaxserve.cells.layout import IN_TASK, NUM_RESERVED_SLOTS, TRASH_SLOT, ZERO_SLOT, CellLayout
 
 
 @final
@@ -54,12 +54,12 @@ class ValueTable:
       num_slots: slots of each pool, the same for each worker.
     """
 
-    def __init__(self, layout: Layout, num_workers: int, num_slots: tuple[int, ...]):
+    def __init__(self, layout: CellLayout, num_workers: int, num_slots: tuple[int, ...]):
         self._layout = layout
         self._num_workers = num_workers
         self._free = [FreeSlots(num) for num in num_slots]
         self._taken: dict[int, list[np.ndarray]] = {}  # first row of a graph -> slots of each pool
-        # What each node reads and writes, see `Layout`; for loops, in the next step, and later.
+        # What each node reads and writes, see `CellLayout`; for loops, in the next step, and later.
         self._types = np.zeros(0, np.int32)
         self._rows = np.zeros((0, layout.width), np.int32)
         self._later = np.zeros((0, layout.width), np.int32)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.cells import CellRuntime
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.models import (
     LSTM,
     CellModel,
@@ -48,7 +48,7 @@ def _model(name: str) -> tuple[CellModel, list]:
 def test_answers_are_those_of_the_modules(name):
     """Both states of every request, alone and in a mix, whatever the order of h and c is."""
     model, inputs = _model(name)
-    assert None not in CellPrograms(Layout(model.cells), has_flat=True).flat
+    assert None not in CellPrograms(CellLayout(model.cells), has_flat=True).flat
     with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
         mixed = rt.generate(inputs)
         (alone,) = rt.generate(inputs[:1])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.cells import Graph, SimulatedCell
-from jaxserve.cells.flat_graph import FlatGraph, flatten
-from jaxserve.cells.graph_plan import FIRST_SLOT
+from jaxserve.cells.flat_graph import FIRST_SLOT, FlatGraph, flatten
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import (
     CyclicGraphError,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.models import (
     GRU,
     LSTM,
@@ -58,7 +58,7 @@ def _model(name: str, hidden: int = HIDDEN) -> CellModel:
     return sequence_model(embedded(Stacked([lstm(), lstm()])))
 
 
-def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, ...]:
+def _arguments(layout: CellLayout, programs: CellPrograms, type: int) -> tuple[Any, ...]:
     """Return the shapes of a task function's arguments."""
     pools = [
         jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
@@ -73,7 +73,7 @@ def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, 
 @pytest.mark.parametrize("name", some(NAMES))
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
-    layout = Layout(_model(name).cells)
+    layout = CellLayout(_model(name).cells)
     programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
         if t.cell.name == "beams":  # it copies the states of an encoder, once
@@ -94,7 +94,7 @@ def test_gpus_gather_in_the_kernel(name):
 @pytest.mark.parametrize("name", some(NAMES))
 def test_cpus_update_pools_in_place(name, hidden):
     """No operation of a compiled task copies a pool, with the kernel of gated cells or without."""
-    layout = Layout(_model(name, hidden).cells)
+    layout = CellLayout(_model(name, hidden).cells)
     programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
         step: Any = programs.tasks[t.index]

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.cells import Cell, CellRuntime, Graph, Repeat
-from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, Layout
+from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, CellLayout
 from jaxserve.cells.models import (
     GRU,
     LSTM,
@@ -109,7 +109,7 @@ def test_which_tasks_of_a_chain_stay():
         Embedded(GRU(4, HIDDEN, rngs=nnx.Rngs(0)), VOCAB, rngs=nnx.Rngs(0)),
         {"token": NUMBER, "h": STATE},
     )
-    layout = Layout([cell])
+    layout = CellLayout([cell])
     (t,) = layout.types
     sources = sources_of(t)
     assert sources == (-1, 0)
@@ -133,7 +133,7 @@ def test_which_tasks_of_a_chain_stay():
 def test_which_tasks_of_a_loop_stay():
     """The first step of a loop begins a run; an input that its own output replaces ends it."""
     cell = _mixing_model().cells[1]
-    layout = Layout([cell])
+    layout = CellLayout([cell])
     (t,) = layout.types
     sources = sources_of(t)
     assert sources == (-1, -1, 0, -1)

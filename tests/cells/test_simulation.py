@@ -11,7 +11,7 @@ import pytest
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.answers import CellCompletion
 from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policy import CellScheduler, CellType
 from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidCellError, InvalidConfigError, InvalidGraphError
@@ -128,6 +128,6 @@ def test_what_a_policy_never_schedules_ends_alone():
 def test_names_and_options_are_checked():
     """Costs are kept by name, and counts are at least 1."""
     with pytest.raises(InvalidCellError, match="named 'same'"):
-        Layout([chain_cell("same"), leaf_cell("same")])
+        CellLayout([chain_cell("same"), leaf_cell("same")])
     with pytest.raises(InvalidConfigError, match="num_workers"):
         run([1], [0.0], num_workers=0)

@@ -28,14 +28,12 @@ def test_leaves_are_numbered_from_left_to_right():
     assert list(leaves) == [5, 3, 4, 1, 2]
     assert shape.pairs.tolist() == [[1, 2], [0, 5], [3, 4], [6, 7]]
     assert shape.leftmost.tolist() == [0, 1, 2, 3, 4, 1, 0, 3, 0]
-    assert shape.waves.nodes.tolist() == [5, 7, 6, 8]
-    assert shape.waves.numbers.tolist() == [0, 0, 1, 2]
 
 
 def test_one_leaf_is_a_tree():
     """It has no pairs."""
     leaves, shape = numbered(5)
-    assert list(leaves) == [5] and shape.pairs.shape == (0, 2) and not len(shape.waves.nodes)
+    assert list(leaves) == [5] and shape.pairs.shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +71,16 @@ def test_a_tree_may_be_as_deep_as_its_sentence_is_long():
     leaves, shape = numbered(tree)
     assert list(leaves) == list(range(3001))
     assert shape.pairs[0].tolist() == [0, 1] and shape.pairs[-1].tolist() == [5999, 3000]
-    assert shape.waves.numbers.tolist() == list(range(3000))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_shape_of_pairs_is_that_of_the_tree(seed: int):
-    """However the tree was given, its nodes have the same places, and run in the same waves."""
+    """However the tree was given, its nodes have the same places."""
     lengths = np.random.default_rng(seed).integers(2, 40, 20).tolist()
     for tree, length in zip(random_trees(lengths, seed), lengths, strict=True):
         _, found = numbered(with_tokens(tree, range(length)))
         wanted = TreeShape.of(found.pairs)
         assert np.array_equal(found.leftmost, wanted.leftmost)
-        assert np.array_equal(found.waves.nodes, wanted.waves.nodes)
-        assert np.array_equal(found.waves.numbers, wanted.waves.numbers)
 
 
 def test_equal_shapes_are_one_object():

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jaxserve.cells.base import BATCH_SIZES
 from jaxserve.cells.cell import Cell, Repeat
-from jaxserve.cells.graph import Graph
+from jaxserve.cells.graph import Graph, Node
 from jaxserve.cells.models.bundle import CellModel, checked_tokens
 from jaxserve.cells.models.recurrent import Embedded, Predicting, Reader, token_inputs
-from jaxserve.cells.nodes import Node
 from jaxserve.core.errors import InvalidConfigError
 
 

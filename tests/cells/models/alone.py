@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.cells import Graph
-from jaxserve.cells.nodes import Chain, Node, Output, Steps, Tree
+from jaxserve.cells.graph import Chain, Node, Output, Steps, Tree
 
 
 def evaluate(graph: Graph) -> dict[str, np.ndarray]:
@@ -67,13 +67,13 @@ def _chain(node: Node, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _root(cell: Any, tree: Tree) -> dict[str, Any]:
     """Return the outputs of a tree's root."""
-    leaf: Any = tree.leaf
+    leaf: Any = tree.form.leaf
     done: list[dict[str, Any]] = []
     for number in range(tree.num_leaves):
         given = zip(leaf.inputs, tree.each, strict=True)
         done.append(leaf.module(**{name: jnp.asarray(each[number][None]) for name, each in given}))
-    for pair in tree.pairs.tolist():
-        taken = zip(cell.inputs, tree.sides, tree.outputs, strict=True)
+    for pair in tree.shape.pairs.tolist():
+        taken = zip(cell.inputs, tree.form.sides, tree.form.outputs, strict=True)
         inputs = {name: done[pair[side]][output] for name, side, output in taken}
         done.append(cell.module(**inputs))
     return done[-1]

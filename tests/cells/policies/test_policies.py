@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
-from jaxserve.cells.layout import Layout
+from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policies import (
     GraphMerging,
     IdenticalGraphs,
@@ -229,7 +229,7 @@ def test_a_graph_that_a_policy_refuses_fails_alone():
     leaf, merge, lstm = leaf_cell(), merge_cell(), chain_cell()
     graphs = [tree(leaf, merge, 4), chain(lstm, 3), chain(lstm, 5)]
     refused, *others = simulate_cells(
-        Layout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], Padding(), OneSecond()
+        CellLayout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], Padding(), OneSecond()
     ).completions
     assert type(refused.error) is InvalidGraphError and "chain" in str(refused.error)
     assert [one.finish_reason for one in others] == ["stop", "stop"]
@@ -267,7 +267,7 @@ def test_an_error_of_a_policy_ends_the_request_alone():
     """The error names the policy and its cause, and the loop goes on."""
     lstm = chain_cell()
     arrivals = [(0.0, chain(lstm, 3)), (1.0, chain(lstm, 5))]
-    for one in simulate_cells(Layout([lstm]), arrivals, Broken(), OneSecond()).completions:
+    for one in simulate_cells(CellLayout([lstm]), arrivals, Broken(), OneSecond()).completions:
         assert type(one.error) is InvalidGraphError
         assert "'broken' raised ZeroDivisionError" in str(one.error)
         assert isinstance(one.error.__cause__, ZeroDivisionError)
