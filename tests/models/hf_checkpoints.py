@@ -42,6 +42,12 @@ _OPT_SIZES = dict(
 )
 _WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 
+_SHARED_EXPERT = dict(
+    num_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    shared_expert_intermediate_size=28,
+)
 _DELTA_RULE = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
     attention_bias=True,
@@ -217,6 +223,27 @@ _OTHERS = {
             mamba_d_conv=3,
             mamba_proj_bias=True,
             mamba_chunk_size=8,
+        ),
+        {},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            **_DELTA_RULE,
+            **_SHARED_EXPERT,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+        ),
+        {},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        dict(
+            **{k: v for k, v in _SIZES.items() if k != "intermediate_size"},
+            **_DELTA_RULE | {"layer_types": ["linear_attention", "full_attention"]},
+            **_SHARED_EXPERT,
         ),
         {},
     ),

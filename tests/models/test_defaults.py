@@ -35,7 +35,7 @@ _BY_KIND = {("t5", "tie_word_embeddings"): True}
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
     # It is the whole head then, and a quarter after the class has written and read it.
-    "qwen3_5_text": ("partial_rotary_factor",),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("partial_rotary_factor",)),
     "bamba": ("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     # With windows, which the class reads with it.
     "qwen2_vl_text": ("max_window_layers",),

@@ -82,6 +82,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _WIDE | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},
         _QWEN_TOWER | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {k: v for k, v in _WIDE.items() if k != "intermediate_size"}
+        | _DELTA_RULE
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+        | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},
+        _QWEN_TOWER,
+    ),
     "qwen3_5": (
         "Qwen3_5",
         _WIDE | _DELTA_RULE | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},

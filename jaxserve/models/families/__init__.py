@@ -30,6 +30,7 @@ WRAPPERS: Mapping[str, bool] = MappingProxyType(
         "qwen2_5_vl": False,
         "qwen3_vl": False,
         "qwen3_5": False,
+        "qwen3_5_moe": False,
     }
 )
 # Fields of a config.json that change no computation of a model that generates text.

@@ -12,6 +12,7 @@ from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is, k
 from jaxserve.models.convolution import convolution_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_rule import DeltaRuleMixer, DeltaRuleSizes
+from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
 from jaxserve.models.families.llama import (
     LAYER,
     ROTARY_FIELDS,
@@ -19,10 +20,12 @@ from jaxserve.models.families.llama import (
     mlp_weights,
     rotary_decoder_fields,
 )
+from jaxserve.models.families.moe import sparse_layers
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
+from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Tensor, Weight
 
 _SHARED = ROTARY_FIELDS | dict(
@@ -38,7 +41,41 @@ _SHARED = ROTARY_FIELDS | dict(
     layer_types=None,
     full_attention_interval=4,
 )
+_EXPERTS = dict(
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    num_experts=512,
+    num_experts_per_tok=10,
+)
 _FIELDS = {
+    "qwen3_next": Fields(
+        _SHARED
+        | _EXPERTS
+        | dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=48,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            decoder_sparse_step=1,
+            mlp_only_layers=None,
+            norm_topk_prob=True,
+        )
+    ),
+    "qwen3_5_moe_text": Fields(
+        _SHARED
+        | _EXPERTS
+        | dict(
+            vocab_size=248320,
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            num_experts=256,
+            num_experts_per_tok=8,
+        )
+    ),
     "qwen3_5_text": Fields(
         _SHARED
         | dict(
@@ -67,9 +104,13 @@ class Qwen3NextConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        given = _FIELDS[given["model_type"]].read(given)
+        kind = given["model_type"]
+        given = _FIELDS[kind].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         kinds = given.pop("layer_types")
+        if kind == "qwen3_5_moe_text":  # all of its layers have experts
+            size = given["moe_intermediate_size"]
+            given |= dict(intermediate_size=size, mlp_only_layers=None, decoder_sparse_step=1)
         fields = rotary_decoder_fields(given, share=given["partial_rotary_factor"])
         bias = bool(given["attention_bias"])
         return cls(
@@ -77,6 +118,9 @@ class Qwen3NextConfig(DecoderConfig):
             qkv_bias=bias,
             o_bias=bias,
             layer_kinds=_layer_kinds(kinds, given["full_attention_interval"], fields["num_layers"]),
+            is_sorted_by_head=kind == "qwen3_next",
+            experts=_experts(given),
+            mlp_kinds=() if kind == "qwen3_5_text" else sparse_layers(given),
             recurrence=DeltaRuleSizes(
                 num_key_heads=given["linear_num_key_heads"],
                 num_value_heads=given["linear_num_value_heads"],
@@ -85,6 +129,19 @@ class Qwen3NextConfig(DecoderConfig):
                 kernel_size=given["linear_conv_kernel_dim"],
             ),
         )
+
+
+def _experts(given: Mapping[str, Any]) -> ExpertsConfig | None:
+    if "num_experts" not in given:
+        return None
+    return ExpertsConfig(
+        num=given["num_experts"],
+        size=given["moe_intermediate_size"],
+        per_token=given["num_experts_per_tok"],
+        normalises_gates=bool(given.get("norm_topk_prob", True)),
+        shared_size=given["shared_expert_intermediate_size"],
+        has_shared_gate=True,
+    )
 
 
 def _layer_kinds(
@@ -115,9 +172,27 @@ class Qwen3NextDeltaBlock(RecurrentBlock):
 
 
 @final
+class SparseBlock(Block):
+    norm_class = RMSNorm
+    mlp_class = MixtureOfExperts
+
+
+@final
+class SparseDeltaBlock(RecurrentBlock):
+    norm_class = RMSNorm
+    mlp_class = MixtureOfExperts
+    mixer_class = DeltaRuleMixer
+
+
+@final
 class Qwen3Next(Decoder):
     block_class = Qwen3NextBlock
     recurrent_block_class = Qwen3NextDeltaBlock
+
+    def _block_class(self, layer: int) -> type[Block]:
+        if self.config.mlp_kinds[layer] == "dense":
+            return super()._block_class(layer)
+        return SparseBlock if self.config.layer_kinds[layer] == "attention" else SparseDeltaBlock
 
 
 def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:
@@ -125,6 +200,7 @@ def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:
     return {
         **attention_weights(config),
         **mlp_weights(),
+        **expert_weights(config, LAYER, ExpertNames()),
         **_projections(config, mixer),
         **convolution_weights("blocks.mixer.convolution", mixer + "conv1d"),
         "blocks.mixer_norm.scale": Weight.of(LAYER + "input_layernorm.weight"),
