@@ -241,8 +241,9 @@ def _tiny_config(architecture: Architecture) -> PreTrainedConfig:
     if architecture.wrapper is None:
         return config(**_fields(config))
     text = type(config().text_config)
-    own = {**_fields(text), "model_type": text.model_type}
-    return config(**{**_fields(config), "text_config": own})
+    fields: dict[str, Any] = _fields(config)
+    fields["text_config"] = {**_fields(text), "model_type": text.model_type}
+    return config(**fields)
 
 
 def _fields(config: type[PreTrainedConfig]) -> dict[str, Any]:

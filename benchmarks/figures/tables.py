@@ -436,6 +436,8 @@ def _is_missing(row: Place) -> str:
     unread = row.get("unread")
     if row.get("nearest") is None:
         return row.get("reason").partition("; ")[0].replace("|", "/")
+    if not unread:
+        return "other formulas with the same fields"
     more = f" and {len(unread) - _MAX_UNREAD} more" if len(unread) > _MAX_UNREAD else ""
     return ", ".join(f"`{field}`" for field in unread[:_MAX_UNREAD]) + more
 

@@ -153,7 +153,12 @@ class Attention(SumsRows):
         if config.qk_norm or config.wide_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
-        out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
+        out = context.attend(
+            qkv,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+            alibi_slopes=config.alibi_slopes,
+        )
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)

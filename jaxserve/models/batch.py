@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -132,6 +132,8 @@ class KVCache:
         qkv: Float[Array, "tokens kv_heads columns head_dim"],
         rope: RopeTables | None,
         batch: AttentionBatch,
+        *,
+        alibi_slopes: Sequence[float] | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
         """Write this step's keys and values, and attend with its queries.
@@ -141,7 +143,7 @@ class KVCache:
 
         Args:
           qkv: for each KV head its queries, its key and its value, not rotated yet.
-          options: of `paged_attention`.
+          alibi_slopes, options: of `paged_attention`.
 
         Returns:
           The attention output, and the cache with the new keys and values.
@@ -152,12 +154,13 @@ class KVCache:
             qkv = _copied_heads(qkv, copies)
         attend = over_tensor(
             partial(_write_and_read, **options),
-            in_specs=(_HEADS, P(), _PAGES, P(), P(), P(TENSOR)),
+            in_specs=(_HEADS, P(), _PAGES, P(), P(), P(TENSOR), P(TENSOR)),
             out_specs=(_HEADS, _PAGES),
         )
         bias = batch.distance_bias
+        slopes = None if alibi_slopes is None else jnp.asarray(alibi_slopes, jnp.float32)
         batch = replace(batch, distance_bias=None, cross_rows=None, slot=None)
-        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, bias)
+        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, bias, slopes)
         return out, self.with_buffer(buffer, part)
 
     def write(
@@ -257,10 +260,12 @@ def _write_and_read(
     layer: Int32[Array, ""],  # in the buffer
     batch: AttentionBatch,
     distance_bias: Float32[Array, "q_heads distances"] | None,
+    alibi_slopes: Float32[Array, " q_heads"] | None,
     **options: Any,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
     q, cache = _write(qkv, rope, cache, layer, batch)
-    return _read(q, cache, layer, batch, distance_bias=distance_bias, **options), cache
+    biases = {"distance_bias": distance_bias, "alibi_slopes": alibi_slopes}
+    return _read(q, cache, layer, batch, **biases, **options), cache
 
 
 def _write(

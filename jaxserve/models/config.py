@@ -22,6 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 LayerKind = Literal["attention", "recurrent", "mlp"]
 # The form of a layer's MLP: one for all tokens, or a mixture of experts.
 MLPKind = Literal["dense", "experts"]
+Residual = Literal["in_turn", "parallel", "parallel_one_norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class DecoderConfig:
         checkpoint's own dtype does not matter: `load_model` sets this one.
       max_position_embeddings: the longest context that the model was made for, in tokens, including
         the extension by its rotary embedding's scaling.
+      norm_bias: whether layer norms have biases.
+      residual: how attention and MLP join the residual stream: one after the other, side by side
+        with a norm each, or side by side behind one norm.
       qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
       qkv_clip: the largest magnitude of the projected queries, keys and values; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
@@ -41,6 +45,8 @@ class DecoderConfig:
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       logits_scale: the factor of the logits; None for no scaling.
+      alibi_slopes: by how much attention logits fall with each token of distance, for each query
+        head; None for models without ALiBi (`alibi_slopes`).
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
@@ -63,6 +69,8 @@ class DecoderConfig:
     activation: str = "silu"  # the activation of the MLP, one of `layers.ACTIVATIONS`
     norm_eps: float = 1e-6  # the number that is added to the variance (RMS and layer norms)
     norm_offset: float = 0.0  # the number that is added to an RMS norm's scale (1 in Gemma)
+    norm_bias: bool = True
+    residual: Residual = "in_turn"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -74,6 +82,7 @@ class DecoderConfig:
     attention_gate: bool = False
     attention_scale: float | None = None
     logits_scale: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     rope: Rope | None = None  # the rotary embedding; None for learned positions
@@ -288,6 +297,17 @@ def plain_sizes(
         head_dim=hidden_size // num_heads,
         max_position_embeddings=given[positions],
     )
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return the slopes of Press et al., arXiv:2108.12409, section 3.
+
+    Heads beyond a power of two have every second slope of twice as many heads.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    between = [2 ** (-8 * (head + 0.5) / power) for head in range(num_heads - power)]
+    return (*slopes, *between)
 
 
 def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> None:

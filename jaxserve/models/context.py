@@ -31,11 +31,12 @@ class LayerContext(Protocol):
         *,
         scale: float | None,
         soft_cap: float | None,
+        alibi_slopes: tuple[float, ...] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Return attention for the queries in `qkv`: each KV head's queries, key and value.
 
-        This rotates queries and keys if positions are rotary. `scale` and `soft_cap` are those of
-        `pallas_kernels.paged_attention`.
+        This rotates queries and keys if positions are rotary. `scale`, `soft_cap` and
+        `alibi_slopes` are those of `pallas_kernels.paged_attention`.
         """
         ...
 
@@ -85,12 +86,14 @@ class PagedContext:
         *,
         scale: float | None,
         soft_cap: float | None,
+        alibi_slopes: tuple[float, ...] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         out, self.cache = self.cache.attend(
             self._layer,
             qkv,
             self._rope,
             self._batch,
+            alibi_slopes=alibi_slopes,
             sliding_window=self._sliding_window,
             scale=scale,
             soft_cap=soft_cap,
@@ -161,6 +164,7 @@ class WholeContext:
         *,
         scale: float | None,
         soft_cap: float | None,
+        alibi_slopes: tuple[float, ...] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         return whole_attention(
             qkv,
@@ -169,6 +173,7 @@ class WholeContext:
             scale=scale,
             sliding_window=self._sliding_window,
             soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
         )
 
     def recur(

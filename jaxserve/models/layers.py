@@ -31,6 +31,7 @@ ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shap
             "silu": jax.nn.silu,
             "swish": jax.nn.silu,
             "relu": jax.nn.relu,
+            "relu2": lambda x: jnp.square(jax.nn.relu(x)),
             "gelu": partial(jax.nn.gelu, approximate=False),
             "gelu_new": partial(jax.nn.gelu, approximate=True),
             "gelu_fast": partial(jax.nn.gelu, approximate=True),
@@ -155,7 +156,7 @@ def _down(
 
 
 class Block(nnx.Module):
-    """One layer: attention, then an MLP, each over a norm of the residual stream.
+    """One layer: attention and an MLP over norms of the residual stream, joined by `residual`.
 
     Families set the two classes, and override `__call__` if a layer has another structure.
     With a `ParamMaker` that stacks layers, a block holds the parameters of all layers, and a scan
@@ -166,15 +167,23 @@ class Block(nnx.Module):
     mlp_class: ClassVar[type[MLP]]
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
+        self.residual = config.residual
         self.attention_norm = self.norm_class(config, new)
         self.attention = Attention(config, new)
-        self.mlp_norm = self.norm_class(config, new)
+        if config.residual != "parallel_one_norm":
+            self.mlp_norm = self.norm_class(config, new)
         self.mlp = self.mlp_class(config, new)
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """Return the residual stream after this layer."""
+        if self.residual == "parallel_one_norm":
+            normed = self.attention_norm(x)
+            return x + self.attention(normed, context) + self.mlp(normed, context)
+        if self.residual == "parallel":
+            attended = self.attention(self.attention_norm(x), context)
+            return x + attended + self.mlp(self.mlp_norm(x), context)
         x = self.attention(x, context, norm=self.attention_norm, residual=x)
         return self.mlp(x, context, norm=self.mlp_norm, residual=x)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
@@ -66,14 +67,17 @@ class WideRMSNorm(SumsRows):
 
 @final
 class LayerNorm(SumsRows):
-    """Mean and variance norm; `scale` and `bias` [embed]."""
+    """Mean and variance norm; `scale` [embed], and `bias` [embed] if the config has `norm_bias`."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.scale = new.ones(("embed",), (config.hidden_size,))
-        self.bias = new.zeros(("embed",), (config.hidden_size,))
-        self.eps = config.norm_eps
+        self.scale = (new.zeros if config.norm_offset == 1 else new.ones)(
+            ("embed",), (config.hidden_size,)
+        )
+        self.bias = new.zeros(("embed",), (config.hidden_size,)) if config.norm_bias else None
+        self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        return layer_norm(
-            x, self.scale[...], self.bias[...], eps=self.eps, implementation=self.row_kernels
-        )
+        scale = self.scale[...]
+        scale = scale if self.offset == 0 else scale + jnp.asarray(self.offset, scale.dtype)
+        bias = jnp.zeros_like(scale) if self.bias is None else self.bias[...]
+        return layer_norm(x, scale, bias, eps=self.eps, implementation=self.row_kernels)

@@ -227,6 +227,16 @@ def split_qkv(
     )
 
 
+def neighbours(rotated: int, head_dim: int) -> dict[str, list[int]]:
+    """Return the order of `split_qkv` for checkpoints that rotate neighbouring dimensions.
+
+    Ours are half of the rotated part apart. The same order in queries and keys does not change
+    their products.
+    """
+    pairs = [*range(0, rotated, 2), *range(1, rotated, 2)]
+    return {"d": [*pairs, *range(rotated, head_dim)]}
+
+
 def layer_norm(path: str, name: str) -> dict[str, Weight]:
     """Return both parameters of a `LayerNorm` at `path`, from the tensors of `name`."""
     return {

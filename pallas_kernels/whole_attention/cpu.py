@@ -27,6 +27,7 @@ class _Options:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    alibi_slopes: tuple[float, ...] | None
 
 
 def whole_attention(
@@ -37,10 +38,17 @@ def whole_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    alibi_slopes: tuple[float, ...] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     if qkv.size == 0:
         raise NotImplementedError(f"qkv{qkv.shape} is empty")
-    options = _Options(length=length, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    options = _Options(
+        length=length,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+    )
     return _attention(options, qkv, tables)
 
 
@@ -75,6 +83,7 @@ def _attention(
         context_length=lengths,
         page_table=page_table,
     )
+    slopes = options.alibi_slopes
     return paged_attention(
         q,
         k_pages,
@@ -84,6 +93,7 @@ def _attention(
         scale=options.scale,
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
+        alibi_slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
         implementation="cpu",
     )
 
@@ -104,6 +114,7 @@ def _derivative(
             scale=options.scale,
             sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
+            alibi_slopes=options.alibi_slopes,
         )
 
     return _attention(options, *values), jax.jvp(attend, values, tangents)[1]

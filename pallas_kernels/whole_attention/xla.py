@@ -17,6 +17,7 @@ def whole_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    alibi_slopes: tuple[float, ...] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     tokens, kv_heads, columns, head_dim = qkv.shape
     group = columns - 2
@@ -33,6 +34,9 @@ def whole_attention(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     back = jnp.arange(length)[:, None] - jnp.arange(length)
+    if alibi_slopes is not None:
+        slopes = jnp.asarray(alibi_slopes, jnp.float32).reshape(kv_heads, group, 1, 1)
+        logits = logits - slopes * back.astype(jnp.float32)
     seen = back >= 0
     if sliding_window is not None:
         seen &= back < sliding_window

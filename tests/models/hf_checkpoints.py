@@ -31,6 +31,15 @@ _GPT_SIZES = dict(
     n_positions=256,
     initializer_range=0.3,
 )
+_FALCON_SIZES = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    ffn_hidden_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+)
 _OPT_SIZES = dict(
     vocab_size=VOCAB_SIZE,
     hidden_size=48,
@@ -62,6 +71,56 @@ _DELTA_RULE = dict(
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
+    "stablelm": ("StableLmConfig", dict(**_SIZES, use_qkv_bias=True), {}),
+    "stablelm_parallel": ("StableLmConfig", dict(**_SIZES, use_parallel_residual=True), {}),
+    "starcoder2": ("Starcoder2Config", dict(**_SIZES, sliding_window=7), {}),
+    "nemotron": (
+        "NemotronConfig",
+        dict(**_SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
+        {},
+    ),
+    "jais2": ("Jais2Config", dict(**_SIZES, head_dim=16), {}),
+    "cohere": ("CohereConfig", dict(**_SIZES, attention_bias=True, logit_scale=0.5), {}),
+    "cohere2": ("Cohere2Config", dict(**_SIZES, **_WINDOWS, logit_scale=0.5), {}),
+    "falcon": ("FalconConfig", dict(**_FALCON_SIZES, bias=True), {}),
+    "falcon_40b": (
+        "FalconConfig",
+        dict(**_FALCON_SIZES, new_decoder_architecture=True, num_kv_heads=2),
+        {},
+    ),
+    "falcon_11b": (
+        "FalconConfig",
+        dict(
+            **_FALCON_SIZES,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+        ),
+        {},
+    ),
+    "falcon_rw": (
+        "FalconConfig",
+        dict(**_FALCON_SIZES, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+        {},
+    ),
+    "bloom": (
+        "BloomConfig",
+        dict(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6, initializer_range=0.3),
+        {},
+    ),
+    "mpt": (
+        "MptConfig",
+        dict(
+            vocab_size=VOCAB_SIZE,
+            d_model=48,
+            n_layers=2,
+            n_heads=6,
+            max_seq_len=256,
+            initializer_range=0.3,
+            attn_config=dict(clip_qkv=1.5, softmax_scale=0.2),
+        ),
+        {},
+    ),
     "opt": ("OPTConfig", dict(**_OPT_SIZES, word_embed_proj_dim=48), {}),
     "opt_350m": (
         "OPTConfig",
@@ -84,6 +143,27 @@ _OTHERS = {
             use_parallel_residual=False,
             rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
         ),
+        {},
+    ),
+    "gemma": ("GemmaConfig", dict(**_SIZES, head_dim=16, attention_bias=True), {}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        dict(
+            **_SIZES,
+            **_WINDOWS,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+        {},
+    ),
+    "glm": ("GlmConfig", dict(**_SIZES, head_dim=16, pad_token_id=0), {}),
+    "glm4": ("Glm4Config", dict(**_SIZES, head_dim=16, pad_token_id=0), {}),
+    "ernie4_5": ("Ernie4_5Config", dict(**_SIZES, head_dim=16, use_bias=True), {}),
+    "helium": (
+        "HeliumConfig",
+        dict(**_SIZES, head_dim=8, attention_bias=True, mlp_bias=True),
         {},
     ),
     "gemma2": (
@@ -279,6 +359,7 @@ _OTHERS = {
 # Variant -> (config class, fields in addition to _SIZES, arguments of save_pretrained).
 _LLAMAS = {
     "llama": ("LlamaConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
+    "arcee": ("ArceeConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
     "llama3_rope": (
         "LlamaConfig",
         dict(
@@ -333,9 +414,11 @@ MAIN = (
 def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.float32):
     """Write a random checkpoint of `variant` to `folder`; return the model in float32."""
     config_class, fields, save_options = VARIANTS[variant]
+    # Eager attention of transformers 5.24.0 adds Falcon's ALiBi twice.
+    how = "sdpa" if variant == "falcon_rw" else "eager"
     torch.manual_seed(7)
     config = getattr(transformers, config_class)(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how)
     for parameter in model.parameters():
         # Biases and norms are initialized with constants, which would hide an error.
         if parameter.ndim == 1:
@@ -343,7 +426,7 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
     model.to(dtype).save_pretrained(folder, **save_options)
     # Read back, because .to(bfloat16) rounds the rotary frequencies permanently.
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=how
     ).eval()
 
 

@@ -31,18 +31,31 @@ _UNDECLARED = {
     "tie_word_embeddings": False,  # of text models in models of images, which say it themselves
 }
 # T5's class ties in any case, and has the field from its base class.
-_BY_KIND = {("t5", "tie_word_embeddings"): True}
+_BY_KIND: dict[tuple[str, str], Any] = {
+    ("t5", "tie_word_embeddings"): True,
+    **{(kind, "partial_rotary_factor"): 0.5 for kind in ("glm", "glm4", "nemotron")},
+    ("cohere2", "sliding_window_pattern"): 4,
+}
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
     # It is the whole head then, and a quarter after the class has written and read it.
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("partial_rotary_factor",)),
+    **dict.fromkeys(("glm", "glm4"), ("partial_rotary_factor",)),
+    "cohere": ("layer_norm_eps", "logit_scale"),
+    "falcon": ("layer_norm_epsilon", "activation"),
+    "nemotron": ("partial_rotary_factor",),
+    "stablelm": ("partial_rotary_factor",),
     "bamba": ("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     # With windows, which the class reads with it.
     "qwen2_vl_text": ("max_window_layers",),
     "qwen2_5_vl_text": ("max_window_layers",),
 }
 # Names of fields that a class of transformers reads in passing.
-_ALIASES = {"lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}}
+_ALIASES = {
+    "bloom": {"n_embed": "hidden_size"},
+    "falcon": {"n_embed": "hidden_size"},
+    "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+}
 _BASES = ("rope_theta", "rotary_emb_base", "rotary_pct", "rope_local_base_freq")
 
 

@@ -42,8 +42,14 @@ def _draw(
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(scale=0.5), dict(sliding_window=7), dict(soft_cap=3.0)],
-    ids=["plain", "scale", "window", "cap"],
+    [
+        dict(),
+        dict(scale=0.5),
+        dict(sliding_window=7),
+        dict(soft_cap=3.0),
+        dict(alibi_slopes=(0.5, 0.25, 0.1, 0.7, 0.3, 0.01)),
+    ],
+    ids=["plain", "scale", "window", "cap", "alibi"],
 )
 @pytest.mark.parametrize("is_rotated", some([False, True]))
 def test_kernels_agree_with_xla(options: dict[str, Any], is_rotated):

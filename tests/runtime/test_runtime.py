@@ -696,7 +696,7 @@ class _NotServing(ExecutorWrapper):
         raise RuntimeError("no costs")
 
     def close(self) -> None:
-        self.inner.close()
+        super().close()
         self.is_closed = True
 
 

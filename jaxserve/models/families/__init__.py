@@ -58,8 +58,8 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     if kind not in FAMILIES:
         nearest, unread = nearest_family(given)
         raise UnsupportedModelError(
-            f"model_type={kind!r}{_classes(given)} is not supported; its fields {unread} are not "
-            f"read by {nearest!r}, the family with most of the others; supported are "
+            f"model_type={kind!r}{_classes(given)} is not supported; the nearest is {nearest!r}, "
+            f"which lacks {', '.join(unread) or 'its formulas, but has its fields'}; supported are "
             f"{tuple(FAMILIES)}, and the text of {tuple(WRAPPERS)}; docs/models.md names models"
         )
     check_sizes(given)

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms on both sides of every part, alternating windows, scaled embeddings."""
+"""Gemma 1 to 3 and VaultGemma: scaled embeddings; norms on both sides and windows from 2 on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import LAYER, attention_weights, mlp_weights
+from jaxserve.models.families.llama import (
+    LAYER,
+    LlamaBlock,
+    attention_weights,
+    mlp_weights,
+)
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, activation_of
 from jaxserve.models.norms import RMSNorm
@@ -47,7 +52,35 @@ _GEMMA2 = Fields(
     nullable=("sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
 )
 _FIELDS = {
+    "gemma": Fields(
+        dict(
+            vocab_size=256000,
+            hidden_size=3072,
+            intermediate_size=24576,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            head_dim=256,
+            hidden_act="gelu_pytorch_tanh",
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            rope_parameters=None,
+            rope_scaling=None,
+            rope_theta=1e4,
+            attention_bias=False,
+            use_bidirectional_attention=None,
+        )
+    ),
     "gemma2": _GEMMA2,
+    "vaultgemma": Fields(
+        {
+            name: default
+            for name, default in _GEMMA2.defaults.items()
+            if name != "use_bidirectional_attention"
+        },
+        nullable=_GEMMA2.nullable,
+    ),
     "gemma3_text": Fields(
         {
             **_GEMMA2.defaults,
@@ -66,24 +99,40 @@ _FIELDS = {
     ),
 }
 
+# What Gemma 1 lacks of Gemma 2.
+_WITHOUT_WINDOWS: dict[str, Any] = dict(
+    sliding_window=None, attn_logit_softcapping=None, final_logit_softcapping=None
+)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with head norms."""
+    """Gemma 1 (arXiv:2403.08295), 2 (arXiv:2408.00118) with soft caps, 3 (arXiv:2503.19786)."""
 
     activation: str = "gelu_pytorch_tanh"
     norm_offset: float = 1.0
     tie_word_embeddings: bool = True
     rope: Rope | None = Rope()
+    has_end_norms: bool = True  # whether norms also follow attention and MLP
+    mlp_norm_name: str = "pre_feedforward_layernorm"  # in checkpoints
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS[given["model_type"]].read(given)
-        check_is(given, "use_bidirectional_attention", (False, None))
+        if "use_bidirectional_attention" in given:
+            check_is(given, "use_bidirectional_attention", (False, None))
         kind, num_layers = given["model_type"], given["num_hidden_layers"]
         max_position = given["max_position_embeddings"]
         bias = bool(given["attention_bias"])
+        if kind == "gemma":
+            activation = given["hidden_act"]
+            given |= _WITHOUT_WINDOWS | {
+                # The releases' "gelu" means the approximation, as in transformers.
+                "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu" else activation,
+                "layer_types": ["full_attention"] * num_layers,
+                "query_pre_attn_scalar": given["head_dim"],
+            }
         # Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
         every = given.get("sliding_window_pattern", 2)
         kinds = given["layer_types"] or [
@@ -101,7 +150,7 @@ class GemmaConfig(DecoderConfig):
             head_dim=given["head_dim"],
             # Gemma 3's value includes its scaling.
             max_position_embeddings=rope.longest_context(max_position)
-            if kind == "gemma2"
+            if kind != "gemma3_text"
             else max_position,
             activation=activation_of(given, "hidden_activation"),
             norm_eps=given["rms_norm_eps"],
@@ -112,6 +161,10 @@ class GemmaConfig(DecoderConfig):
             attention_scale=given["query_pre_attn_scalar"] ** -0.5,
             attention_soft_cap=given["attn_logit_softcapping"],
             logits_soft_cap=given["final_logit_softcapping"],
+            has_end_norms=kind in ("gemma2", "gemma3_text"),
+            mlp_norm_name="post_attention_layernorm"
+            if kind == "gemma"
+            else "pre_feedforward_layernorm",
             rope=rope,
             local_rope=local_rope,
             sliding_windows=windows_by_kind(kinds, given["sliding_window"], num_layers),
@@ -120,7 +173,7 @@ class GemmaConfig(DecoderConfig):
 
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
     """Return the rotary embeddings of layers that see the whole context, and with a window."""
-    if given["model_type"] == "gemma2":
+    if given["model_type"] != "gemma3_text":
         return Rope.from_hf(rope_fields(given), max_position), None
     by_kind = given["rope_parameters"] or {}
     whole = {
@@ -159,6 +212,10 @@ class Gemma(Decoder):
     """A `Decoder` whose embeddings are multiplied by sqrt(embed)."""
 
     block_class = GemmaBlock
+    config: GemmaConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def _block_class(self, layer: int) -> type[Block]:
+        return GemmaBlock if self.config.has_end_norms else LlamaBlock
 
     def _embed(
         self,
@@ -171,13 +228,12 @@ class Gemma(Decoder):
 
 
 def _weights(config: GemmaConfig) -> dict[str, Weight]:
-    return {
-        **attention_weights(config),
-        **mlp_weights(),
-        "blocks.attention_end_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),
-        "blocks.mlp_norm.scale": Weight.of(LAYER + "pre_feedforward_layernorm.weight"),
-        "blocks.mlp_end_norm.scale": Weight.of(LAYER + "post_feedforward_layernorm.weight"),
-    }
+    weights = attention_weights(config) | mlp_weights()
+    names = {"blocks.mlp_norm.scale": config.mlp_norm_name}
+    if config.has_end_norms:
+        names["blocks.attention_end_norm.scale"] = "post_attention_layernorm"
+        names["blocks.mlp_end_norm.scale"] = "post_feedforward_layernorm"
+    return weights | {path: Weight.of(f"{LAYER}{name}.weight") for path, name in names.items()}
 
 
 FAMILY = Family(fields=_FIELDS, config=GemmaConfig, decoder=Gemma, weights=_weights)

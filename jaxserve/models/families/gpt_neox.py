@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxtyping import Array, Float
-
-from jaxserve.models.config import DecoderConfig, Fields, plain_sizes
-from jaxserve.models.context import LayerContext
+from jaxserve.models.config import DecoderConfig, Fields, Residual, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
-from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, layer_norm
 
@@ -52,9 +48,7 @@ class GPTNeoXConfig(DecoderConfig):
     o_bias: bool = True
     mlp_bias: bool = True
     rope: Rope | None = Rope()
-    # A layer is x + attention(norm(x)) + mlp(norm(x)), with a norm each; else the MLP follows the
-    # attention.
-    parallel_residual: bool = True
+    residual: Residual = "parallel"
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -74,28 +68,14 @@ class GPTNeoXConfig(DecoderConfig):
             qkv_bias=bias,
             o_bias=bias,
             rope=turned,
-            parallel_residual=bool(given["use_parallel_residual"]),
+            residual="parallel" if given["use_parallel_residual"] else "in_turn",
         )
 
 
 @final
 class GPTNeoXBlock(Block):
-    """A `Block` whose attention and MLP are parallel if `parallel_residual` is true."""
-
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
-
-    def __init__(self, config: GPTNeoXConfig, new: ParamMaker):
-        super().__init__(config, new)
-        self.parallel_residual = config.parallel_residual
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        if not self.parallel_residual:
-            return super().__call__(x, context)
-        attended = self.attention(self.attention_norm(x), context)
-        return x + attended + self.mlp(self.mlp_norm(x), context)
 
 
 @final
@@ -103,12 +83,13 @@ class GPTNeoX(Decoder):
     block_class = GPTNeoXBlock
 
 
-def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
-    layer = "gpt_neox.layers.{layer}."
-    attention, mlp = layer + "attention.", layer + "mlp."
+def fused_weights(layer: str, attention: str) -> dict[str, Weight]:
+    """Return the weights of layers under GPT-NeoX's names.
+
+    `layer` begins the names of a layer's tensors, and `attention` the rest of its attention's.
+    """
+    attention, mlp = layer + attention, layer + "mlp."
     return {
-        "embedding": Weight.of("gpt_neox.embed_in.weight", "v e"),
-        "lm_head": Weight.of("embed_out.weight", "e v", "v e"),
         "blocks.attention.wqkv": Weight.of(
             attention + "query_key_value.weight", "e k x d", "(k x d) e"
         ),
@@ -119,9 +100,17 @@ def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
         "blocks.mlp.bup": Weight.of(mlp + "dense_h_to_4h.bias", "m"),
         "blocks.mlp.down": Weight.of(mlp + "dense_4h_to_h.weight", "m e", "e m"),
         "blocks.mlp.bdown": Weight.of(mlp + "dense_4h_to_h.bias"),
-        **layer_norm("norm", "gpt_neox.final_layer_norm"),
         **layer_norm("blocks.attention_norm", layer + "input_layernorm"),
         **layer_norm("blocks.mlp_norm", layer + "post_attention_layernorm"),
+    }
+
+
+def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
+    return {
+        **fused_weights("gpt_neox.layers.{layer}.", "attention."),
+        "embedding": Weight.of("gpt_neox.embed_in.weight", "v e"),
+        "lm_head": Weight.of("embed_out.weight", "e v", "v e"),
+        **layer_norm("norm", "gpt_neox.final_layer_norm"),
     }
 
 

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from flax import nnx
-from jaxtyping import Array, Float
-
-from jaxserve.models.attention import Attention
-from jaxserve.models.config import DecoderConfig, Fields
-from jaxserve.models.context import LayerContext
+from jaxserve.models.config import DecoderConfig, Fields, Residual
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.gpt2 import GPT_ALIASES, gpt_sizes
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
-from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
-from jaxserve.models.weights import Weight, layer_norm, split_qkv
+from jaxserve.models.weights import Weight, layer_norm, neighbours, split_qkv
 
 _FIELDS = {
     "gptj": Fields(
@@ -50,6 +44,7 @@ class GPTJConfig(DecoderConfig):
     mlp_bias: bool = True
     lm_head_bias: bool = True
     rope: Rope | None = Rope(dim=64)
+    residual: Residual = "parallel_one_norm"
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -65,22 +60,8 @@ class GPTJConfig(DecoderConfig):
 
 @final
 class GPTJBlock(Block):
-    """x + attention(norm(x)) + mlp(norm(x)), with one norm."""
-
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        nnx.Module.__init__(self)
-        self.attention_norm = LayerNorm(config, new)
-        self.attention = Attention(config, new)
-        self.mlp = TwoLayerMLP(config, new)
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        normed = self.attention_norm(x)
-        return x + self.attention(normed, context) + self.mlp(normed, context)
 
 
 @final
@@ -91,17 +72,12 @@ class GPTJ(Decoder):
 def _weights(config: GPTJConfig) -> dict[str, Weight]:
     layer = "transformer.h.{layer}."
     assert config.rope is not None
-    # GPT-J rotates neighbouring pairs, ours are half of the rotated part apart. The same order in
-    # queries and keys does not change their products.
-    rotated = config.rope.dim or config.head_dim
-    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
+    order = neighbours(config.rope.dim or config.head_dim, config.head_dim)
     return {
         "embedding": Weight.of("transformer.wte.weight", "v e"),
         "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
         "lm_head_bias": Weight.of("lm_head.bias", "v"),
-        "blocks.attention.wqkv": split_qkv(
-            layer + "attn.", "weight", config.group, order={"d": order}
-        ),
+        "blocks.attention.wqkv": split_qkv(layer + "attn.", "weight", config.group, order=order),
         "blocks.attention.wo": Weight.of(layer + "attn.out_proj.weight", "k g d e", "e (k g d)"),
         "blocks.mlp.up": Weight.of(layer + "mlp.fc_in.weight", "e m", "m e"),
         "blocks.mlp.bup": Weight.of(layer + "mlp.fc_in.bias", "m"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import Any, Self, cast, final
 
 from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
@@ -71,6 +71,21 @@ _FIELDS = {
             mlp_bias=False,
         ),
     ),
+    "arcee": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=32000,
+            hidden_size=2560,
+            intermediate_size=18432,
+            num_hidden_layers=32,
+            num_key_value_heads=None,
+            hidden_act="relu2",
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            attention_bias=False,
+            mlp_bias=False,
+        ),
+    ),
     "mistral": Fields(
         ROTARY_FIELDS
         | dict(
@@ -112,12 +127,13 @@ class LlamaConfig(DecoderConfig):
     """RMS norms, gated MLP, rotary embeddings of the whole head."""
 
     rope: Rope | None = Rope()
+    is_gated: bool = True  # whether the MLP has a gate
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS[given["model_type"]].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         kind = given["model_type"]
+        check_is(given, "hidden_act", ("relu2",) if kind == "arcee" else ("silu", "swish"))
         attention_bias = bool(given.get("attention_bias"))
         return cls(
             **rotary_decoder_fields(given),
@@ -125,6 +141,8 @@ class LlamaConfig(DecoderConfig):
             o_bias=attention_bias,
             mlp_bias=bool(given.get("mlp_bias")),
             qk_norm=kind.startswith("qwen3"),
+            activation=given["hidden_act"],
+            is_gated=kind != "arcee",
         )
 
 
@@ -181,15 +199,30 @@ class LlamaBlock(Block):
 
 
 @final
+class TwoLayerBlock(Block):
+    norm_class = RMSNorm
+    mlp_class = TwoLayerMLP
+
+
+@final
 class Llama(Decoder):
     block_class = LlamaBlock
+
+    def _block_class(self, layer: int) -> type[Block]:
+        is_gated = cast(LlamaConfig, self.config).is_gated
+        return LlamaBlock if is_gated else TwoLayerBlock
 
 
 LAYER = "model.layers.{layer}."
 
 
-def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
-    """Return the weights of everything except the MLPs, under Llama's names."""
+def attention_weights(
+    config: DecoderConfig, *, order: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Weight]:
+    """Return the weights of everything except the MLPs, under Llama's names.
+
+    For `order` see `split_qkv`.
+    """
     attention = LAYER + "self_attn."
     return {
         "embedding": Weight.of("model.embed_tokens.weight", "v e"),
@@ -197,10 +230,10 @@ def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
         "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
         "blocks.attention_norm.scale": Weight.of(LAYER + "input_layernorm.weight"),
         "blocks.attention.wqkv": split_qkv(
-            attention, "weight", config.group, has_gate=config.attention_gate
+            attention, "weight", config.group, order=order, has_gate=config.attention_gate
         ),
         "blocks.attention.bqkv": split_qkv(
-            attention, "bias", config.group, has_gate=config.attention_gate
+            attention, "bias", config.group, order=order, has_gate=config.attention_gate
         ),
         "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "d"),
         "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "d"),
@@ -225,9 +258,22 @@ def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
     }
 
 
+def two_layer_weights(up: str = "up_proj", down: str = "down_proj") -> dict[str, Weight]:
+    """Return the weights of a `TwoLayerMLP` under Llama's names."""
+    mlp = LAYER + "mlp."
+    return {
+        "blocks.mlp.up": Weight.of(f"{mlp}{up}.weight", "e m", "m e"),
+        "blocks.mlp.bup": Weight.of(f"{mlp}{up}.bias", "m"),
+        "blocks.mlp.down": Weight.of(f"{mlp}{down}.weight", "m e", "e m"),
+        "blocks.mlp.bdown": Weight.of(f"{mlp}{down}.bias"),
+    }
+
+
 FAMILY = Family(
     fields=_FIELDS,
     config=LlamaConfig,
     decoder=Llama,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
+    weights=lambda config: (
+        attention_weights(config) | (mlp_weights() if config.is_gated else two_layer_weights())
+    ),
 )

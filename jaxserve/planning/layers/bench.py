@@ -131,6 +131,7 @@ class _WithoutAttention:
         *,
         scale: float | None,
         soft_cap: float | None,
+        alibi_slopes: tuple[float, ...] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Use keys and values in the result, so that XLA does not remove their computation."""
         group = self._group

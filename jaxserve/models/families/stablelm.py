@@ -1,0 +1,215 @@
+"""Layer norms under Llama's names: StableLM, StarCoder 2, Nemotron, Jais 2, Command R and R7B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.llama import (
+    LAYER,
+    ROTARY_FIELDS,
+    attention_weights,
+    mlp_weights,
+    rotary_decoder_fields,
+    two_layer_weights,
+)
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP, activation_of
+from jaxserve.models.norms import LayerNorm
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Weight, layer_norm, neighbours
+
+_SHARED = {name: ROTARY_FIELDS[name] for name in ROTARY_FIELDS if name != "rms_norm_eps"}
+_COHERE = _SHARED | dict(
+    vocab_size=256000,
+    hidden_size=8192,
+    intermediate_size=22528,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+    num_key_value_heads=None,
+    max_position_embeddings=8192,
+    layer_norm_eps=1e-5,
+    logit_scale=0.0625,
+    tie_word_embeddings=True,
+    attention_bias=False,
+)
+_FIELDS = {
+    "stablelm": Fields(
+        _SHARED
+        | dict(
+            vocab_size=50304,
+            hidden_size=2560,
+            intermediate_size=6912,
+            num_hidden_layers=32,
+            num_key_value_heads=32,
+            max_position_embeddings=4096,
+            layer_norm_eps=1e-5,
+            partial_rotary_factor=0.25,
+            use_qkv_bias=False,
+            qk_layernorm=False,
+            use_parallel_residual=False,
+        )
+    ),
+    "starcoder2": Fields(
+        _SHARED
+        | dict(
+            vocab_size=49152,
+            hidden_size=3072,
+            intermediate_size=12288,
+            num_hidden_layers=30,
+            num_attention_heads=24,
+            num_key_value_heads=2,
+            hidden_act="gelu_pytorch_tanh",
+            max_position_embeddings=4096,
+            norm_epsilon=1e-5,
+            sliding_window=None,
+            use_bias=True,
+            tie_word_embeddings=True,
+        )
+    ),
+    "nemotron": Fields(
+        _SHARED
+        | dict(
+            vocab_size=256000,
+            hidden_size=6144,
+            intermediate_size=24576,
+            num_hidden_layers=32,
+            num_attention_heads=48,
+            num_key_value_heads=None,
+            hidden_act="relu2",
+            max_position_embeddings=4096,
+            norm_eps=1e-5,
+            partial_rotary_factor=0.5,
+            attention_bias=False,
+            mlp_bias=False,
+        )
+    ),
+    "jais2": Fields(
+        _SHARED
+        | dict(
+            vocab_size=150272,
+            hidden_size=3328,
+            intermediate_size=26624,
+            num_hidden_layers=32,
+            num_attention_heads=26,
+            num_key_value_heads=None,
+            hidden_act="relu2",
+            max_position_embeddings=8192,
+            layer_norm_eps=1e-5,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+    ),
+    "cohere": Fields(_COHERE | dict(rope_theta=5e5, use_qk_norm=False), nullable=("use_qk_norm",)),
+    "cohere2": Fields(
+        _COHERE | dict(sliding_window=4096, sliding_window_pattern=4, layer_types=None),
+        nullable=("sliding_window",),
+    ),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StableLMConfig(DecoderConfig):
+    """A decoder with layer norms, and a gated or a two-layer MLP."""
+
+    rope: Rope | None = Rope()
+    is_gated: bool = True
+    mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # in checkpoints, if it is not gated
+    has_neighbours: bool = False  # whether checkpoints rotate neighbouring dimensions
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        kind = given["model_type"]
+        given = _FIELDS[kind].read(given)
+        if kind == "cohere2":
+            given["layer_types"] = given["layer_types"] or _kinds_by_pattern(given)
+        eps = next(given[name] for name in given if name.endswith(("norm_eps", "norm_epsilon")))
+        bias = bool(given.get("attention_bias", given.get("use_bias")))
+        fields: dict[str, Any] = dict(
+            **rotary_decoder_fields(
+                {**given, "rms_norm_eps": eps}, given.get("partial_rotary_factor")
+            ),
+            activation=activation_of(given, "hidden_act"),
+            qkv_bias=bias or bool(given.get("use_qkv_bias")),
+            o_bias=bias,
+            mlp_bias=bool(given.get("mlp_bias", given.get("use_bias"))),
+            is_gated=kind in ("stablelm", "cohere", "cohere2"),
+            norm_offset=1.0 if kind == "nemotron" else 0.0,
+        )
+        if kind == "starcoder2":
+            fields["mlp_names"] = ("c_fc", "c_proj")
+        if kind == "stablelm":
+            check_is(given, "qk_layernorm", (False,))
+            if given["use_parallel_residual"]:
+                fields["residual"] = "parallel_one_norm"
+        if kind.startswith("cohere"):
+            fields |= _cohere(given)
+        return cls(**fields)
+
+
+def _cohere(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that Command R and R7B have in common with no other one."""
+    fields: dict[str, Any] = dict(
+        norm_bias=False,
+        residual="parallel_one_norm",
+        has_neighbours=True,
+        logits_scale=float(given["logit_scale"]),
+    )
+    if given["model_type"] == "cohere":
+        check_is(given, "use_qk_norm", (False, None))
+        return fields
+    # Layers that see the whole context have no positions.
+    window = given["sliding_window"]
+    rotated = tuple(
+        kind == "sliding_attention" and window is not None for kind in given["layer_types"]
+    )
+    return {**fields, "rotated_layers": rotated}
+
+
+def _kinds_by_pattern(given: Mapping[str, Any]) -> list[str]:
+    every = given["sliding_window_pattern"]
+    return [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(given["num_hidden_layers"])
+    ]
+
+
+@final
+class StableLMBlock(Block):
+    norm_class = LayerNorm
+    mlp_class = GatedMLP
+
+
+@final
+class TwoLayerBlock(Block):
+    norm_class = LayerNorm
+    mlp_class = TwoLayerMLP
+
+
+@final
+class StableLM(Decoder):
+    block_class = StableLMBlock
+    config: StableLMConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def _block_class(self, layer: int) -> type[Block]:
+        return StableLMBlock if self.config.is_gated else TwoLayerBlock
+
+
+def _weights(config: StableLMConfig) -> dict[str, Weight]:
+    assert config.rope is not None
+    rotated = config.rope.dim or config.head_dim
+    order = neighbours(rotated, config.head_dim) if config.has_neighbours else None
+    return {
+        **attention_weights(config, order=order),
+        **(mlp_weights() if config.is_gated else two_layer_weights(*config.mlp_names)),
+        **layer_norm("norm", "model.norm"),
+        **layer_norm("blocks.attention_norm", LAYER + "input_layernorm"),
+        **layer_norm("blocks.mlp_norm", LAYER + "post_attention_layernorm"),
+    }
+
+
+FAMILY = Family(fields=_FIELDS, config=StableLMConfig, decoder=StableLM, weights=_weights)
