@@ -20,7 +20,7 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from tqdm import tqdm
 
@@ -122,7 +122,7 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
         max_step_tokens=64,
         kv_memory=POOLS[0],
         host_memory="400KiB",
-        wrap_executor=lambda executor: _Moody(executor, seed),
+        wrap_executor=lambda executor: cast(Any, _Moody(executor, seed)),
         progress=False,
         warmup="full",
     ) as rt:

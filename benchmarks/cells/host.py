@@ -96,7 +96,7 @@ def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, floa
         answers.append(CellAnswer(f"{number}", graph, 0.0))
     unfolded_s = time.perf_counter()
     for answer in answers:
-        engine.add(answer)
+        engine.begin(answer)
     while engine.has_work:
         engine.step()
     end_s = time.perf_counter()

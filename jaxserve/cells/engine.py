@@ -29,6 +29,7 @@ from jaxserve.core.errors import (
     UnfoldError,
 )
 from jaxserve.core.request import FinishReason
+from jaxserve.engine.device_loop import DeviceWork
 
 
 @final
@@ -245,7 +246,7 @@ class Lanes:
 
 
 @final
-class CellEngine:
+class CellEngine(DeviceWork[CellAnswer]):
     """Runs graphs of cells with a policy's tasks. It is not thread-safe: one loop owns it.
 
     Args:
@@ -254,10 +255,9 @@ class CellEngine:
       max_nodes: the most nodes of a graph that a `then` returns.
       max_admitted: how many graphs are started before the host checks whether the device is idle
         and submits tasks; None for all waiting graphs.
-
-    Attributes:
-      changed: see `DeviceWork`.
     """
+
+    memory_remedy = "pass a smaller slot_memory or smaller batch_sizes"
 
     def __init__(
         self,
@@ -303,10 +303,10 @@ class CellEngine:
         """The time until which the loop may idle, while the policy waits for more requests."""
         return None if self._lanes.is_at_work or self._waiting else self._scheduler.wake_s
 
-    def add(self, answer: CellAnswer) -> None:
+    def begin(self, job: CellAnswer) -> None:
         """Add a request; its graph starts when there are slots for its values, in order."""
-        part = Part(answer, answer.graph)
-        self._of_request[answer.id] = part
+        part = Part(job, job.graph)
+        self._of_request[job.id] = part
         self._waiting.append(part)
 
     def cancel(self, id: str) -> None:
@@ -338,13 +338,6 @@ class CellEngine:
         ended, self._ended = self._ended, []
         return ended
 
-    def drain(self) -> list[CellCompletion]:
-        """Collect all tasks in flight without submitting any; return the requests that ended."""
-        while self._lanes.is_at_work:
-            self._collect()
-        ended, self._ended = self._ended, []
-        return ended
-
     def check_integrity(self) -> None:
         """Check that slots and requests are consistent, for tests; raises AssertionError."""
         self._executor.check_integrity()
@@ -356,13 +349,16 @@ class CellEngine:
             )
         assert self._scheduler.has_work == bool(self._parts), "the scheduler has other graphs"
 
-    def request_ids(self) -> list[str]:
-        return list(self._of_request)
+    def cancel_all(self) -> None:
+        for request_id in list(self._of_request):
+            self.cancel(request_id)
 
-    def fail(self, error: JaxserveError) -> None:
-        """End every request with an error and drop all tasks, when the loop ends."""
+    def fail_all(self, error: JaxserveError, not_begun: Sequence[CellAnswer]) -> None:
+        now_s = self._clock.now()
         for part in self._of_request.values():
-            part.answer.end("error", part.values(), self._clock.now(), error)
+            part.answer.end("error", part.values(), now_s, error)
+        for answer in not_begun:
+            answer.end("error", {}, now_s, error)
         self._of_request.clear()
         self._waiting.clear()
         self._lanes.clear()

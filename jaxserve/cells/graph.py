@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from jaxserve.core.errors import (
     TooManyNodesError,
     UnknownInputError,
 )
-
-if TYPE_CHECKING:
-    from jaxserve.cells.base import BaseCell
 
 # The values of a graph's outputs, by name.
 Values: TypeAlias = "dict[str, np.ndarray]"
@@ -67,11 +64,12 @@ class TreeForm:
     """What trees share that differ only in their pairs and in the constants of their leaves.
 
     Attributes:
+      leaf: the `BaseCell` of the leaves.
       sides: for each input of a pair: 0 if it is of the left node, 1 of the right one.
       outputs: for each input of a pair: the name of the output that it takes.
     """
 
-    leaf: BaseCell
+    leaf: Any
     sides: tuple[int, ...]
     outputs: tuple[str, ...]
 
@@ -105,6 +103,7 @@ class Node:
     For a loop, this is the value of the last step, and `steps("token")` has those of all steps.
 
     Attributes:
+      cell: the `BaseCell`, whose module imports this one.
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
       block: the chain or tree that it stands for, or None. It is the last node of the chain, with
@@ -118,7 +117,7 @@ class Node:
 
     def __init__(
         self,
-        cell: BaseCell,
+        cell: Any,
         inputs: tuple[Output | Constant, ...],
         max_steps: int = 1,
         block: Chain | Tree | None = None,
@@ -247,7 +246,7 @@ class Graph:
     @classmethod
     def from_edges(
         cls,
-        cells: Sequence[BaseCell],
+        cells: Sequence[Any],
         inputs: Sequence[Mapping[str, Any]],
         outputs: Mapping[str, tuple[int, str]],
         *,
@@ -256,7 +255,7 @@ class Graph:
         """Return the graph of a list of nodes, as read from a file.
 
         Args:
-          cells: the cell of each node.
+          cells: the `BaseCell` of each node.
           inputs: the inputs of each node: a constant, or (index of a node, name of its output).
           outputs: (index of a node, name of its output).
 
@@ -363,7 +362,7 @@ def _check_reference(what: str, value: Any, num_nodes: int) -> None:
             )
 
 
-def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+def _order(cells: Sequence[Any], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the indices of nodes, dependencies first."""
     num_left = [0] * len(inputs)
     successors: list[list[int]] = [[] for _ in inputs]
@@ -402,7 +401,7 @@ def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list
     return list(path)[path[node] :]
 
 
-def label_of(cell: BaseCell, inputs: Iterable[Any]) -> str:
+def label_of(cell: Any, inputs: Iterable[Any]) -> str:
     """Return a node's name in errors: `lstm[3]` depends on three other nodes of the cell `lstm`."""
     seen: set[int] = set()
     stack = [value.node for value in inputs if isinstance(value, Output)]

@@ -34,8 +34,6 @@ from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.policy import CellPolicy
 from jaxserve.core.clock import Clock, WallClock
 from jaxserve.core.errors import (
-    DeviceMemoryError,
-    EngineFailedError,
     InvalidConfigError,
     InvalidRequestError,
     JaxserveError,
@@ -43,88 +41,11 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.device_loop import DeviceLoop, Running
+from jaxserve.engine.device_loop import DeviceLoop
 from jaxserve.engine.pending import PendingRequest, wait_for_all
 from jaxserve.execution.compilation import enable_compilation_cache
-from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.report import Report
 from pallas_kernels import dispatch
-
-
-@final
-class CellWork:
-    def __init__(self, engine: CellEngine, clock: Clock):
-        self._engine = engine
-        self._clock = clock
-
-    @property
-    def changed(self) -> threading.Condition:
-        return self._engine.changed
-
-    @property
-    def has_work(self) -> bool:
-        return self._engine.has_work
-
-    @property
-    def idle_until_s(self) -> float | None:
-        return self._engine.idle_until_s
-
-    def begin(self, job: CellAnswer) -> None:
-        self._engine.add(job)
-
-    def cancel(self, id: str) -> None:
-        self._engine.cancel(id)
-
-    def step(self) -> None:
-        self._engine.step()
-
-    @property
-    def has_idle_work(self) -> bool:
-        return False
-
-    def use_idle_time(self) -> None:
-        """Do nothing: a cell engine measures nothing while it runs."""
-
-    def rest(self) -> None:
-        """Do nothing: a cell engine counts no idle time."""
-
-    def make_room(self, running: Running) -> None:
-        """Pause as `DeviceWork` does; raises InvalidConfigError if `running` is "restart"."""
-        if running == "restart":
-            raise InvalidConfigError(
-                'requests of cells cannot restart; pass "finish", "abort" or "keep"'
-            )
-        if running == "finish":
-            return
-        self._engine.drain()
-        if running == "abort":
-            self.cancel_all()
-
-    def settle(self) -> None:
-        """Do nothing: no request ends in a pause."""
-
-    def cancel_all(self) -> None:
-        for request_id in self._engine.request_ids():
-            self._engine.cancel(request_id)
-
-    def fail_all(self, error: JaxserveError, not_begun: Sequence[CellAnswer]) -> None:
-        self._engine.fail(error)
-        for answer in not_begun:
-            answer.end("error", {}, self._clock.now(), error)
-
-    def failure_of(self, cause: Exception) -> JaxserveError:
-        if isinstance(cause, JaxserveError):
-            return cause
-        if is_out_of_memory(cause):
-            return DeviceMemoryError(
-                f"the device ran out of memory while running cells ({cause}); pass a smaller "
-                "slot_memory or smaller batch_sizes"
-            )
-        return EngineFailedError(
-            f"the cell engine stopped: {type(cause).__name__}: {cause}; create a new runtime, and "
-            "report this with the traceback of __cause__"
-        )
-
 
 # More slots than this do not help: the host's work on that many live values takes longer.
 _MAX_SLOTS = 1 << 16
@@ -210,9 +131,7 @@ class CellRuntime:
         self._clock: Clock = clock
         self._max_nodes = max_nodes
         self._engine = CellEngine(executor, policy, clock, **limits, max_admitted=_CHUNK)
-        self._loop: DeviceLoop[CellAnswer] = DeviceLoop(
-            CellWork(self._engine, clock), clock, name="jaxserve-cells"
-        )
+        self._loop: DeviceLoop[CellAnswer] = DeviceLoop(self._engine, clock, name="jaxserve-cells")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open_ids: set[str] = set()

@@ -332,7 +332,7 @@ def simulate_cells(
     num_arrived = 0
     while num_arrived < len(answers) or engine.has_work:
         while num_arrived < len(answers) and arrivals[num_arrived] <= clock.now():
-            engine.add(answers[num_arrived])
+            engine.begin(answers[num_arrived])
             num_arrived += 1
         next_s = arrivals[num_arrived] if num_arrived < len(answers) else None
         wake_s = engine.idle_until_s if engine.has_work else next_s

@@ -5,85 +5,104 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, final
+from typing import Any, ClassVar, Generic, Literal, TypeVar, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import EngineBusyError, JaxserveError, RuntimeClosedError
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    EngineBusyError,
+    EngineFailedError,
+    JaxserveError,
+    RuntimeClosedError,
+)
+from jaxserve.execution.device_errors import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
-_JobIn = TypeVar("_JobIn", contravariant=True)
 
 # How a pause treats the running requests (`DeviceLoop.paused`).
 Running = Literal["finish", "restart", "abort", "keep"]
 
 
-class DeviceWork(Protocol[_JobIn]):
-    """The work of a loop. Only the loop's thread calls it."""
+class DeviceWork(ABC, Generic[_Job]):
+    """The work of a loop. Only the loop's thread calls it.
+
+    By default there is nothing to do in idle time, and the work cannot be paused.
+
+    Attributes:
+      changed: condition that another thread notifies when `step` has something to do.
+      memory_remedy: what to do if the device has too little memory for it.
+    """
+
+    changed: threading.Condition
+    memory_remedy: ClassVar[str]
 
     @property
-    def changed(self) -> threading.Condition:
-        """Condition that another thread notifies when `step` has something to do."""
-        ...
-
-    @property
+    @abstractmethod
     def has_work(self) -> bool: ...
 
     @property
     def idle_until_s(self) -> float | None:
         """The time until which nothing has to be done although there is work; None for now."""
-        ...
+        return None
 
-    def begin(self, job: _JobIn) -> None:
+    @abstractmethod
+    def begin(self, job: _Job) -> None:
         """Start a submitted job."""
-        ...
 
+    @abstractmethod
     def cancel(self, id: str) -> None:
         """End a job with its present output; do nothing if it has ended or is unknown."""
-        ...
 
-    def step(self) -> None:
+    @abstractmethod
+    def step(self) -> object:
         """Advance the work by one step. It is called while there is work."""
-        ...
 
     @property
     def has_idle_work(self) -> bool:
         """Whether something may be left to do without work, such as measurements."""
-        ...
+        return False
 
     def use_idle_time(self) -> None:
         """Do a part of that; called while there is no work."""
-        ...
 
     def rest(self) -> None:
         """Record that the loop waits, or stops."""
-        ...
 
     def make_room(self, running: Running) -> None:
         """End, restart or halt the running jobs before a pause, as `DeviceLoop.paused` says."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} cannot be paused")
 
     def settle(self) -> None:
         """Record that a pause is over, in which jobs may have ended."""
-        ...
 
+    @abstractmethod
     def cancel_all(self) -> None:
         """End every job that has begun with its present output."""
-        ...
 
-    def fail_all(self, error: JaxserveError, not_begun: Sequence[_JobIn]) -> None:
+    @abstractmethod
+    def fail_all(self, error: JaxserveError, not_begun: Sequence[_Job]) -> None:
         """End every job that has not ended with an error, including those that have not begun."""
-        ...
 
     def failure_of(self, cause: Exception) -> JaxserveError:
         """Return the typed error for an exception that stopped the loop."""
-        ...
+        if isinstance(cause, JaxserveError):
+            return cause
+        if is_out_of_memory(cause):
+            return DeviceMemoryError(
+                f"the device ran out of memory while serving ({cause}); {self.memory_remedy}"
+            )
+        return EngineFailedError(
+            f"the engine stopped: {type(cause).__name__}: {cause}; create a new runtime, and "
+            "report this with the traceback of __cause__"
+        )
 
 
 @final

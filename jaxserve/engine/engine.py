@@ -19,7 +19,7 @@ from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import is_out_of_memory
-from jaxserve.execution.protocol import Executor, StepHandle
+from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import DeviceMemoryError, EngineFailedError, JaxserveError
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
-from jaxserve.engine.device_loop import DeviceLoop, Running
+from jaxserve.engine.device_loop import DeviceLoop, DeviceWork, Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import RequestLog, record_end
-from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
 
@@ -31,10 +29,13 @@ def engine_loop(engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()) -
 
 
 @final
-class _EngineWork:
+class _EngineWork(DeviceWork[Answer]):
     """The work of an engine's loop: answers, which the engine's steps advance."""
 
+    memory_remedy = "pass a smaller kv_memory, max_step_tokens or max_slots"
+
     def __init__(self, engine: Engine, clock: Clock, logs: Sequence[RequestLog]):
+        self.changed = engine.changed
         self._engine = engine
         self._clock = clock
         self._logs = logs
@@ -42,10 +43,6 @@ class _EngineWork:
         self._may_use_idle_time = False
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
-
-    @property
-    def changed(self) -> threading.Condition:
-        return self._engine.changed
 
     @property
     def has_work(self) -> bool:
@@ -112,19 +109,6 @@ class _EngineWork:
         for answer in remaining.values():
             answer.fail(error, self._clock.now())
         self._engine.abandon()
-
-    def failure_of(self, cause: Exception) -> JaxserveError:
-        if isinstance(cause, JaxserveError):
-            return cause
-        if is_out_of_memory(cause):
-            return DeviceMemoryError(
-                f"the device ran out of memory while serving ({cause}); pass a smaller kv_memory, "
-                "max_step_tokens or max_slots"
-            )
-        return EngineFailedError(
-            f"the engine stopped: {type(cause).__name__}: {cause}; create a new runtime, and "
-            "report this with the traceback of __cause__"
-        )
 
     def _deliver(self, all_news: Iterable[Progress]) -> None:
         scheduler = self._engine.scheduler

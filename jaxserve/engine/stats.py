@@ -10,7 +10,7 @@ from typing import final
 from jaxserve.core.clock import Clock
 from jaxserve.core.metrics import BoundOutcome
 from jaxserve.core.sampling_params import BOUND_NAMES
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 

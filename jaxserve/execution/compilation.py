@@ -1,25 +1,19 @@
-"""Compilation: the store of executables, the warm-up, and a counter of compilations."""
+"""Compilation: the store of executables, and the warm-up."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
-from jaxserve.core.errors import CompilationAfterWarmupError
-from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.execution.executor import ModelExecutor
 from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of, this_installation
 from jaxserve.steps.preparation import Preparation
-from jaxserve.steps.step_function import STALL_EVENT
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +23,6 @@ _SMALLEST_SHARE = {"cpu": 0.7}
 _SMALLEST_SHARE_OTHERWISE = 0.95
 # Names of the steps of a warm-up that run on the device, one after the other.
 _RUN = ("page swaps", "encoder")
-
-_EVENTS = ("/jax/core/compile/backend_compile_duration", STALL_EVENT)
 
 
 def enable_compilation_cache(folder: Path | None = None) -> None:
@@ -95,54 +87,3 @@ def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) ->
             compile_step()
             bar.update()
     executor.finish_warmup()
-
-
-@final
-class CompilationCounter:
-    """A counter of the compilations in its `watch` blocks, on the thread of the block.
-
-    Loading an executable, or waiting for a thread that compiles it, also counts: it stalls the
-    loop. If `strict`, a compilation after the warm-up raises CompilationAfterWarmupError.
-    """
-
-    def __init__(self, *, strict: bool = False) -> None:
-        self.count = 0
-        self._is_warm = False
-        self._strict = strict
-        self._thread: int | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the warm-up is over, so that a compilation is a stall."""
-        return self._is_warm
-
-    def expect_none(self, is_warm: bool = True) -> None:
-        """Set whether a compilation counts as a stall from now on."""
-        self._is_warm = is_warm
-
-    @contextmanager
-    def watch(self, plan: StepPlan) -> Iterator[None]:
-        """Count compilations in the block, which submits `plan`."""
-        before = self.count
-        self._thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._thread = None
-        if self._strict and self._is_warm and self.count > before:
-            raise CompilationAfterWarmupError(
-                f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
-                f"{self.count - before} executables after warm-up; report this as a bug, or serve "
-                "without strict=True"
-            )
-
-    def close(self) -> None:
-        self._thread = None
-        # JAX asserts that it is there, and other libraries clear all listeners (Tunix does).
-        with suppress(AssertionError):
-            jax.monitoring.unregister_event_duration_listener(self._on_event)
-
-    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event in _EVENTS and self._thread == threading.get_ident():
-            self.count += 1

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
+from jaxserve.execution.executor import ModelExecutor
 from jaxserve.execution.handle import PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
@@ -25,7 +25,6 @@ from jaxserve.execution.pages import (
     num_incoming,
     work_of_a_position,
 )
-from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_targets
@@ -65,11 +64,13 @@ _SMALLEST, _LARGER = slice(1), slice(1, None)
 
 
 @final
-class DeviceExecutor:
+class DeviceExecutor(ModelExecutor):
     """An executor that owns the page cache and the slots on the device and borrows the parameters.
 
     It donates the cache to each step and keeps the step's result.
     """
+
+    prepares_in_parallel = True
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class DeviceExecutor:
         strict: bool = False,
         takes_masks: bool = False,
     ):
-        self.config = config
+        super().__init__(config, strict=strict)
         self._takes_masks = takes_masks
         self._params = params
         self._swap_costs = SwapCostMeter(
@@ -90,21 +91,14 @@ class DeviceExecutor:
             has_host_pages=config.num_host_pages > 0,
         )
         self.refinement = programs.refinement
-        self.group: GroupRole | None = None
-        self.num_device_groups = 1
-        self.can_resize = True
-        self.prepares_in_parallel = True
         self._pages = DevicePages(
             cache, programs.place.pages, self.config.num_host_pages, programs.shelf
         )
         self._slots = DeviceSlots(self.config, programs.place.whole, programs.shelf)
         self._states = StateMoves(self.config, programs.place.pages, programs.shelf)
         self._programs = programs
-        self._compilations = CompilationCounter(strict=strict)
         self._is_closed = False
         self._preparing: Preparation | None = None
-        # Cache sizes for which every executable is compiled.
-        self._warm_num_pages: set[int] = set()
 
     @property
     def swap_costs(self) -> SwapCosts | None:
@@ -113,10 +107,6 @@ class DeviceExecutor:
     @property
     def host_memory(self) -> HostMemory | None:
         return self if self.config.num_host_pages else None
-
-    @property
-    def num_compilations(self) -> int:
-        return self._compilations.count
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
         """Return (name, function) of every executable; the last one measures page swaps."""
@@ -158,18 +148,13 @@ class DeviceExecutor:
         )
 
     def _has_prepared(self) -> None:
-        self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.expect_none()
+        super().finish_warmup()
         self._programs.shelf.end_start()
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:
             self._preparing.close()
             self._preparing = None
-
-    @property
-    def is_warm(self) -> bool:
-        return self._compilations.is_warm
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         self._raise_if_closed()

@@ -17,28 +17,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import numpy as np
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
     HostMemoryError,
     InvalidConfigError,
     ProcessGroupError,
     RuntimeClosedError,
 )
-from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.couriers import Arrived, Awaited, Courier, Outcome, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.executor import CompilationCounter, ModelExecutor, StepHandle
 from jaxserve.execution.handle import SubmittedStep
 from jaxserve.execution.pages import DevicePages
-from jaxserve.execution.protocol import StepHandle
-from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
-from predictor import Refinement
 from sharding import ProcessGroup
 
 _log = logging.getLogger(__name__)
@@ -368,47 +364,30 @@ class ParamsUpdated:
     count: int
 
 
-class GroupExecutor(abc.ABC):
-    """This process's executor in a group, a `ModelExecutor` and `GroupRole`; it owns `executor`."""
+class GroupExecutor(ModelExecutor):
+    """This process's executor in a group, and its `GroupRole`; it owns `executor`.
+
+    The processes compile in the same order, and do not resize, since they would have to agree on
+    the size. Each can read only its own part of a host page, so there is no `host_memory`.
+    """
+
+    can_resize = False
 
     def __init__(
         self, executor: DeviceExecutor, group: ProcessGroup, share: GroupShare | None = None
     ):
+        self.config, self.refinement = executor.config, executor.refinement
+        self.group = self
+        self.num_device_groups = 1 if share is None else 2
         self._executor = executor
         self._group = group
         self._group_share = share
         self._num_updates = 0
 
     @property
-    def config(self) -> EngineConfig:
-        return self._executor.config
-
-    @property
     def swap_costs(self) -> SwapCosts | None:
         """The costs of this process; all measure together, and the leader plans with its own."""
         return self._executor.swap_costs
-
-    @property
-    def refinement(self) -> Refinement | None:
-        return self._executor.refinement
-
-    @property
-    def host_memory(self) -> HostMemory | None:
-        """None: each process can read only its own part of a host page."""
-        return None
-
-    @property
-    def group(self) -> Self:
-        return self
-
-    @property
-    def num_device_groups(self) -> int:
-        return 1 if self._group_share is None else 2
-
-    @property
-    def can_resize(self) -> bool:
-        """False: the processes would have to agree on the size."""
-        return False
 
     @property
     def num_compilations(self) -> int:
@@ -432,23 +411,9 @@ class GroupExecutor(abc.ABC):
         more = [] if self._group_share is None else self._group_share.warmup_steps()
         return [*self._executor.warmup_steps(), *more]
 
-    @property
-    def prepares_in_parallel(self) -> bool:
-        """False: the processes compile in the same order."""
-        return False
-
-    def use_idle_time(self) -> bool:
-        return False
-
     def reset(self) -> bool:
         """Return False: a step may have failed on one process only."""
         return False
-
-    def warm_up_behind(self) -> bool:
-        return False
-
-    def is_ready(self) -> bool:
-        return True
 
     def finish_warmup(self) -> None:
         self._executor.finish_warmup()
@@ -490,15 +455,6 @@ class GroupExecutor(abc.ABC):
 
     @abc.abstractmethod
     def dismiss(self) -> None: ...
-
-    @abc.abstractmethod
-    def submit(self, plan: StepPlan) -> StepHandle: ...
-
-    @abc.abstractmethod
-    def update_params(self, params: Any) -> None: ...
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
 
     def _close_own(self) -> None:
         if self._group_share is not None:

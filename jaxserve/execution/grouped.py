@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 import numpy as np
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.execution.compilation import CompilationCounter
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.executor import ModelExecutor, StepHandle
 from jaxserve.execution.link import Link, Parcel
-from jaxserve.execution.pages import DevicePages
-from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
-from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.execution.staged import StagedExecutor
 from jaxserve.memory.page_pool import Moves
-from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult, nothing_computed
-from predictor import Refinement
 
 _log = logging.getLogger(__name__)
 _NAMES = ("encode group", "decode group")
 
+# An executor of one device group, whose page caches a link reads and writes.
+LinkedExecutor = DeviceExecutor | StagedExecutor
 # The links between two groups, by source and target.
 Links = dict[tuple[int, int], Link]
 
 
-class LinkedExecutor(ModelExecutor, Protocol):
-    """An executor of one device group, whose page caches a link can read and write."""
-
-    @property
-    def page_pools(self) -> tuple[DevicePages, ...]:
-        """The page caches in the order of their layers: one, or one for each stage."""
-        ...
-
-
 @final
-class GroupedExecutor:
+class GroupedExecutor(ModelExecutor):
     """An executor for each of two device groups, and the links between their caches.
 
     Each group has its own parameters, page cache and slots. The groups run their plans at the same
@@ -46,39 +35,25 @@ class GroupedExecutor:
     host memory: policies with two groups keep no KV of preempted or ended sequences (`Policy`).
 
     The given executors have pages and slots of the same sizes, and are closed with this one. In
-    strict mode any compilation of a copy after the warm-up raises.
+    strict mode any compilation of a copy after the warm-up raises. Handovers are warmed up by
+    running them. `config` is that of the decode group; the encode group's has no proposals.
     """
 
     def __init__(self, groups: Sequence[LinkedExecutor], *, strict: bool = False):
         encode, decode = self._groups = tuple(groups)
         own = decode.config.without_proposals()
         assert encode.config == own, "the groups have pages and slots of other sizes"
-        self.swap_costs: SwapCosts | None = None
-        self.host_memory: HostMemory | None = None
-        self.group: GroupRole | None = None
+        super().__init__(decode.config, strict=strict)
         self.num_device_groups = len(self._groups)
-        self.can_resize = True
-        self.prepares_in_parallel = False  # handovers are warmed up by running them
-        self._compilations = CompilationCounter(strict=strict)
+        self.refinement = encode.refinement
         self._num_former = 0  # compilations of executors that were exchanged
         self._links = links_between(encode, decode)
         self._pending: list[HandoverHandle] = []
-        # Cache sizes for which every copy is compiled.
-        self._warm_num_pages: set[int] = set()
         self._is_closed = False
 
     @property
     def groups(self) -> tuple[LinkedExecutor, ...]:
         return self._groups
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration of the decode group; the encode group's has no proposals."""
-        return self._groups[1].config
-
-    @property
-    def refinement(self) -> Refinement | None:
-        return self._groups[0].refinement
 
     @property
     def num_compilations(self) -> int:
@@ -123,6 +98,8 @@ class GroupedExecutor:
         """
         assert not self._pending, "pages are on their way"
         former, self._groups, self._links = self._groups, tuple(groups), links
+        encode, decode = self._groups
+        self.config, self.refinement = decode.config, encode.refinement
         self._warm_num_pages = {self.config.num_pages} if self._compilations.is_warm else set()
         for group in former:
             self._num_former += group.num_compilations
@@ -155,24 +132,14 @@ class GroupedExecutor:
         ]
         return [*steps, *(("handover", link.warm_up) for link in self._links.values())]
 
-    def use_idle_time(self) -> bool:
-        return False
-
-    def warm_up_behind(self) -> bool:
-        return False
-
-    def is_ready(self) -> bool:
-        return True
-
     def finish_warmup(self) -> None:
         for group in self._groups:
             group.finish_warmup()
-        self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.expect_none()
+        super().finish_warmup()
 
     @property
     def is_warm(self) -> bool:
-        return self._compilations.is_warm and all(group.is_warm for group in self._groups)
+        return super().is_warm and all(group.is_warm for group in self._groups)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         old_num_pages = self.config.num_pages
@@ -185,6 +152,7 @@ class GroupedExecutor:
             for group in done:
                 group.resize(old_num_pages, [(new, old) for old, new in moves])
             raise
+        self.config = self._groups[1].config
         self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     @property

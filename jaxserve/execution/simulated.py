@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.executor import Executor
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_sources, page_targets
@@ -74,7 +74,7 @@ class _Slot:
 
 
 @final
-class SimulatedExecutor:
+class SimulatedExecutor(Executor):
     """An executor that computes a plan at once and delivers the result at its virtual time.
 
     There are two device groups. Each has its own pages, slots and timeline: its plans run one after
@@ -92,6 +92,8 @@ class SimulatedExecutor:
         which only lengths and times matter, but does not detect a wrong page table.
     """
 
+    num_device_groups = 2
+
     def __init__(
         self,
         config: EngineConfig,
@@ -108,11 +110,8 @@ class SimulatedExecutor:
         reads_context: bool = True,
     ):
         self.config = config
-        self.swap_costs = swap_costs
         self.refinement = refinement
-        self.group: GroupRole | None = None
-        self.num_device_groups = 2
-        self.can_resize = True
+        self._swap_costs = swap_costs
         self._reading = reading
         self._clock = clock
         self._answer_length = answer_length
@@ -132,11 +131,12 @@ class SimulatedExecutor:
         self._free_at_s: dict[int, float] = {}
 
     @property
+    def swap_costs(self) -> SwapCosts | None:
+        return self._swap_costs
+
+    @property
     def host_memory(self) -> HostMemory | None:
         return self if self.config.num_host_pages else None
-
-    def use_idle_time(self) -> bool:
-        return False
 
     def submit(self, plan: StepPlan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))

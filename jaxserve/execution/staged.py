@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
+from jaxserve.execution.executor import ModelExecutor
 from jaxserve.execution.handle import PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
@@ -29,7 +29,6 @@ from jaxserve.execution.pages import (
     num_incoming,
     work_of_a_position,
 )
-from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves
@@ -56,7 +55,6 @@ from jaxserve.steps.packing import (
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from jaxserve.steps.stages import Proposed
-from predictor import Refinement
 
 _Step = tuple[str, Callable[[], Any]]
 
@@ -442,12 +440,13 @@ class StagedWarmup:
 
 
 @final
-class StagedExecutor:
-    """An `Executor` over several stages, which compute different micro-batches at the same time.
+class StagedExecutor(ModelExecutor):
+    """An executor over several stages, which compute different micro-batches at the same time.
 
-    The host submits all work in the order in which the devices run it, and does not wait: the
-    arrays that pass from stage to stage keep the order. A decode loop runs all of its iterations,
-    since only the devices know which sequences have ended.
+    Its warm-up runs steps, so that one thread calls it. The host submits all work in the order in
+    which the devices run it, and does not wait: the arrays that pass from stage to stage keep the
+    order. A decode loop runs all of its iterations, since only the devices know which sequences
+    have ended.
 
     Args:
       config: the stages' configuration, with the number of host pages that each of them has.
@@ -469,12 +468,7 @@ class StagedExecutor:
         strict: bool = False,
         takes_masks: bool = False,
     ):
-        self.config = config
-        self.refinement: Refinement | None = None
-        self.group: GroupRole | None = None
-        self.num_device_groups = 1
-        self.can_resize = True
-        self.prepares_in_parallel = False  # its warm-up runs steps
+        super().__init__(config, strict=strict)
         self._stages = list(stages)
         self._steps = StagedSteps(self._stages, micro_batches, self._tell)
         self._host_memory = StagedHostMemory(self._stages) if config.num_host_pages else None
@@ -489,9 +483,6 @@ class StagedExecutor:
         self._embed = embed
         self._micro_batches = micro_batches
         self._takes_masks = takes_masks
-        self._compilations = CompilationCounter(strict=strict)
-        # Cache sizes for which every executable is compiled.
-        self._warm_num_pages: set[int] = set()
         self._on_pass: Callable[[Pass], None] | None = None
 
     @property
@@ -501,10 +492,6 @@ class StagedExecutor:
     @property
     def host_memory(self) -> HostMemory | None:
         return self._host_memory
-
-    @property
-    def num_compilations(self) -> int:
-        return self._compilations.count
 
     def watch(self, on_pass: Callable[[Pass], None]) -> None:
         """Call `on_pass` with every later pass, to measure the pipeline."""
@@ -638,21 +625,10 @@ class StagedExecutor:
         self._swap_costs.measure_on()
         return True
 
-    def warm_up_behind(self) -> bool:
-        return False
-
-    def is_ready(self) -> bool:
-        return True
-
     def finish_warmup(self) -> None:
         for stage in self._stages:
             jax.block_until_ready((stage.pages.cache, stage.slots.state))
-        self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.expect_none()
-
-    @property
-    def is_warm(self) -> bool:
-        return self._compilations.is_warm
+        super().finish_warmup()
 
     def _swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy pages to the host, then from it; the stages' copies in one direction overlap."""

@@ -23,8 +23,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.execution.pages import PAGES_A_CALL
-from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.step_times import Curve, GroupTimes, Origin, StepTimes

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from jaxserve.core.config import EngineConfig
-from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
-from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.page_pool import Moves
+from jaxserve.execution.executor import ModelExecutor, StepHandle
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
-from predictor import Refinement
 
 _Wrapped = TypeVar("_Wrapped")
 
@@ -28,107 +24,14 @@ class ExecutorWrapper:
     """An executor that forwards every member to another one, except those that a subclass replaces.
 
     Args:
-      inner: carries out the plans; closed with this one. If it is a `ModelExecutor`, so is the
-        wrapper.
+      inner: carries out the plans; closed with this one.
     """
 
     def __init__(self, inner: Any):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Return members of the inner executor beyond the protocol, such as its pages."""
         return getattr(self.inner, name)
-
-    def submit(self, plan: StepPlan) -> StepHandle:
-        return self.inner.submit(plan)
-
-    def resize(self, num_pages: int, moves: Moves) -> None:
-        self.inner.resize(num_pages, moves)
-
-    def reset(self) -> bool:
-        return self.inner.reset()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        return self.inner.warmup_steps()
-
-    @property
-    def prepares_in_parallel(self) -> bool:
-        return self.inner.prepares_in_parallel
-
-    def use_idle_time(self) -> bool:
-        return self.inner.use_idle_time()
-
-    def warm_up_behind(self) -> bool:
-        return self.inner.warm_up_behind()
-
-    def is_ready(self) -> bool:
-        return self.inner.is_ready()
-
-    def finish_warmup(self) -> None:
-        self.inner.finish_warmup()
-
-    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return self.inner.encode(prompts)
-
-    def fitted(self, params: Any, *, partial: bool = False) -> Any:
-        return self.inner.fitted(params, partial=partial)
-
-    @property
-    def params(self) -> Any:
-        return self.inner.params
-
-    def update_params(self, params: Any) -> None:
-        self.inner.update_params(params)
-
-    def drop_params(self) -> None:
-        self.inner.drop_params()
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.inner.config
-
-    @property
-    def swap_costs(self) -> SwapCosts | None:
-        return self.inner.swap_costs
-
-    @property
-    def refinement(self) -> Refinement | None:
-        return self.inner.refinement
-
-    @property
-    def host_memory(self) -> HostMemory | None:
-        return self.inner.host_memory
-
-    @property
-    def group(self) -> GroupRole | None:
-        return self.inner.group
-
-    @property
-    def num_device_groups(self) -> int:
-        return self.inner.num_device_groups
-
-    @property
-    def can_resize(self) -> bool:
-        return self.inner.can_resize
-
-    @property
-    def num_compilations(self) -> int:
-        return self.inner.num_compilations
-
-    @property
-    def is_warm(self) -> bool:
-        return self.inner.is_warm
-
-    @property
-    def num_buffers(self) -> int:
-        return self.inner.num_buffers
-
-    @property
-    def device(self) -> Any:
-        return self.inner.device
 
 
 @final

@@ -72,7 +72,7 @@ def _names_on_self(source: Source) -> set[str]:
 def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
     """Return each `isinstance` of an executor, engine or service of ours, and each `hasattr`.
 
-    An executor declares its features (`jaxserve.execution.protocol`). `hasattr` of a Python
+    An executor declares its features (`jaxserve.execution.executor`). `hasattr` of a Python
     protocol (`__iter__`) tests a user's value, and passes.
 
     Args:

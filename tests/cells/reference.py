@@ -15,7 +15,7 @@ class _Subgraph:
     """Connected nodes of one type of a request, of which `ready` may be submitted.
 
     Attributes:
-      num_before: edges from other subgraphs that do not allow it to run yet.
+      edges_left: edges from other subgraphs that do not allow it to run yet.
       num_running: its nodes, and edges from nodes before it, that are submitted and not completed.
       worker: the worker of these; None for several.
       steps_left, has_begun: of a loop, whose state is on its worker once it has begun.
@@ -25,7 +25,7 @@ class _Subgraph:
     type: int
     nodes: list[int] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
-    num_before: int = 0
+    edges_left: int = 0
     num_running: int = 0
     worker: int | None = None
     steps_left: int = 0
@@ -77,14 +77,14 @@ class Reference:
             self._of[node] = own
             self._inner[node], self._outer[node] = [], []
             self._num_inner[node] = len(inside)
-            own.num_before += len(before) - len(inside)
+            own.edges_left += len(before) - len(inside)
             for other in before:
                 (self._inner if other in inside else self._outer)[other].append(node)
             if not inside:
                 own.ready.append(node)
         for is_start in (True, False):
             for own in subgraphs.values():
-                if own.num_before == 0 and (len(own.nodes) == 1 and not own.steps_left) == is_start:
+                if own.edges_left == 0 and (len(own.nodes) == 1 and not own.steps_left) == is_start:
                     self._release(own)
 
     def cancel(self, key: int) -> None:
@@ -163,19 +163,19 @@ class Reference:
             for after in self._outer[node]:
                 other = self._of[after]
                 other.pin(worker)
-                other.num_before -= 1
+                other.edges_left -= 1
                 self._release_if_due(other)
 
     def _completed_before(self, other: _Subgraph, *, is_loop: bool) -> None:
         if self._early and not is_loop:
             other.num_running -= 1
         else:
-            other.num_before -= 1
+            other.edges_left -= 1
         self._release_if_due(other)
 
     def _release_if_due(self, one: _Subgraph) -> None:
         waits_for_several = one.num_running > 0 and one.worker is None
-        if one.num_before == 0 and not one.is_released and not waits_for_several:
+        if one.edges_left == 0 and not one.is_released and not waits_for_several:
             self._release(one)
 
     def _release(self, one: _Subgraph) -> None:

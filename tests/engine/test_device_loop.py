@@ -10,19 +10,17 @@ import pytest
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import EngineBusyError, EngineFailedError, JaxserveError
-from jaxserve.engine.device_loop import DeviceLoop
+from jaxserve.engine.device_loop import DeviceLoop, DeviceWork
 
 pytestmark = pytest.mark.fast
 
 WAIT_S = 10
 
 
-class _Nothing:
-    """See `DeviceWork`; there is never anything to do."""
+class _Nothing(DeviceWork[str]):
+    """There is never anything to do."""
 
     has_work = False
-    has_idle_work = False
-    idle_until_s = None
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -37,21 +35,12 @@ class _Nothing:
 
     def step(self) -> None: ...
 
-    def use_idle_time(self) -> None: ...
-
-    def rest(self) -> None: ...
-
     def make_room(self, running: str) -> None: ...
-
-    def settle(self) -> None: ...
 
     def cancel_all(self) -> None: ...
 
     def fail_all(self, error: JaxserveError, not_begun: Sequence[str]) -> None:
         self.failed.append((error, not_begun))
-
-    def failure_of(self, cause: Exception) -> JaxserveError:
-        return EngineFailedError(str(cause))
 
 
 def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.execution.compilation import CompilationCounter
+from jaxserve.execution.executor import CompilationCounter
 
 pytestmark = pytest.mark.fast
 

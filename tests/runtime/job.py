@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from jaxserve import JaxserveError, Runtime, SamplingParams
+from jaxserve.execution.executor import StepHandle
 from jaxserve.execution.pages import num_incoming
-from jaxserve.execution.protocol import StepHandle
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model
 from jaxserve.scheduling.admission import OnDemand

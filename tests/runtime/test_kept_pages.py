@@ -17,7 +17,7 @@ from jaxserve import Request, Runtime, SamplingParams
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.report import draw_residency
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.plan import StepPlan

@@ -23,7 +23,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
     UnheededBoundError,
 )
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama

@@ -25,7 +25,7 @@ from jaxserve.core.errors import (
     RegroupError,
 )
 from jaxserve.execution import regroup
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
 from jaxserve.planning.schedules.schedule import Division
 from jaxserve.planning.step_times import Curve

@@ -696,7 +696,7 @@ class _NotServing(ExecutorWrapper):
         raise RuntimeError("no costs")
 
     def close(self) -> None:
-        super().close()
+        self.inner.close()
         self.is_closed = True
 
 

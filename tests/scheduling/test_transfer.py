@@ -13,7 +13,7 @@ from jaxserve.core.request import EncoderPrompts, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.versions import Weights
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.scheduling.kv.transfer import KVPages
@@ -197,7 +197,7 @@ class _Failing(ExecutorWrapper):
     def submit(self, plan: StepPlan) -> StepHandle:
         if self.fails == "submit":
             raise OSError("no memory")
-        return super().submit(plan)
+        return self.inner.submit(plan)
 
     def read_host_page(self, host_page: int) -> bytes:
         if self.fails == "read":

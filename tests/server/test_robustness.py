@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from jaxserve import Runtime
-from jaxserve.execution.protocol import StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.server import ServerOptions, listen
 from jaxserve.testing import OPTIONS, ExecutorWrapper, letter_tokenizer, tiny_llama

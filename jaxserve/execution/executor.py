@@ -1,18 +1,26 @@
-"""The protocols of the executors, which carry out the engine's plans."""
+"""The executors, which carry out the engine's plans: what each has, and what most have alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import abc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, final
 
+import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CompilationAfterWarmupError
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.steps.step_function import STALL_EVENT
 from predictor import Refinement
+
+_EVENTS = ("/jax/core/compile/backend_compile_duration", STALL_EVENT)
 
 
 class StepHandle(Protocol):
@@ -27,39 +35,39 @@ class StepHandle(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """An executor carries out plans in order: on a device, on a mesh, or in a simulation.
+class Executor(abc.ABC):
+    """Carries out plans in order: on a device, on a mesh, or in a simulation.
 
-    `submit` returns at once. A plan may be submitted before the previous one is collected.
-    `swap_costs`, `refinement`, `host_memory` and `num_device_groups` declare which optional
-    features it has. Each of several device groups carries out its own plans in order.
+    `submit` returns at once. A plan may be submitted before the previous one is collected. Each of
+    several device groups carries out its own plans in order.
+
+    Attributes:
+      config: the present sizes of the executables and of the page pool.
+      num_device_groups: number of device groups with separate parameters and pages
+        (`StepPlan.group`).
+      refinement: the update rule for the probe's readings (`StepResult.remaining`); None for no
+        probe.
+      group: the role of this process; None if this process alone serves the model.
+      can_resize: whether `resize` is supported.
     """
 
-    @property
-    def config(self) -> EngineConfig:
-        """The present sizes of the executables and of the page pool."""
-        ...
+    config: EngineConfig
+    num_device_groups: int = 1
+    refinement: Refinement | None = None
+    group: GroupRole | None = None
+    can_resize: bool = True
 
     @property
     def swap_costs(self) -> SwapCosts | None:
         """Seconds that page copies and recomputation take; None before they are measured."""
-        ...
-
-    @property
-    def refinement(self) -> Refinement | None:
-        """The update rule for the probe's readings (`StepResult.remaining`); None for no probe."""
-        ...
-
-    @property
-    def num_device_groups(self) -> int:
-        """Number of device groups with separate parameters and pages (`StepPlan.group`)."""
-        ...
+        return None
 
     @property
     def host_memory(self) -> HostMemory | None:
         """Access to the host pages, for a disk tier; None if there are no host pages."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
     def use_idle_time(self) -> bool:
@@ -67,8 +75,9 @@ class Executor(Protocol):
 
         The caller has collected every step, and calls again while it stays idle.
         """
-        ...
+        return False
 
+    @abc.abstractmethod
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Change the number of pages of the pool and of `config`.
 
@@ -81,20 +90,19 @@ class Executor(Protocol):
 
         Raises:
           DeviceMemoryError: the memory is not enough; nothing has changed.
-          InvalidConfigError: `ModelExecutor.can_resize` is false.
+          InvalidConfigError: `can_resize` is false.
         """
-        ...
 
+    @abc.abstractmethod
     def reset(self) -> bool:
         """Recover from a failed step, with inert slots and arbitrary contents of pages.
 
         The caller has dropped every submitted step. Return False if the executor cannot recover.
         """
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free all device memory. Nothing can be submitted afterwards."""
-        ...
 
 
 class GroupRole(Protocol):
@@ -130,35 +138,89 @@ class GroupRole(Protocol):
         ...
 
 
-class ModelExecutor(Executor, Protocol):
-    """An executor with a model's parameters and executables, as a `Runtime` needs it."""
+@final
+class CompilationCounter:
+    """A counter of the compilations in its `watch` blocks, on the thread of the block.
+
+    Loading an executable, or waiting for a thread that compiles it, also counts: it stalls the
+    loop. If `strict`, a compilation after the warm-up raises CompilationAfterWarmupError.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.count = 0
+        self._is_warm = False
+        self._strict = strict
+        self._thread: int | None = None
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
-    def group(self) -> GroupRole | None:
-        """The role of this process; None if this process alone serves the model."""
-        ...
+    def is_warm(self) -> bool:
+        """Whether the warm-up is over, so that a compilation is a stall."""
+        return self._is_warm
 
-    @property
-    def can_resize(self) -> bool:
-        """Whether `resize` is supported."""
-        ...
+    def expect_none(self, is_warm: bool = True) -> None:
+        """Set whether a compilation counts as a stall from now on."""
+        self._is_warm = is_warm
+
+    @contextmanager
+    def watch(self, plan: StepPlan) -> Iterator[None]:
+        """Count compilations in the block, which submits `plan`."""
+        before = self.count
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+        if self._strict and self._is_warm and self.count > before:
+            raise CompilationAfterWarmupError(
+                f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
+                f"{self.count - before} executables after warm-up; report this as a bug, or serve "
+                "without strict=True"
+            )
+
+    def close(self) -> None:
+        self._thread = None
+        # JAX asserts that it is there, and other libraries clear all listeners (Tunix does).
+        with suppress(AssertionError):
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event in _EVENTS and self._thread == threading.get_ident():
+            self.count += 1
+
+
+class ModelExecutor(Executor):
+    """An executor with a model's parameters and executables, as a `Runtime` needs it.
+
+    Attributes:
+      prepares_in_parallel: whether several threads may call the functions of `warmup_steps` except
+        the last.
+    """
+
+    prepares_in_parallel: bool = False
+
+    def __init__(self, config: EngineConfig, *, strict: bool):
+        self.config = config
+        self._compilations = CompilationCounter(strict=strict)
+        # Cache sizes for which every executable is compiled.
+        self._warm_num_pages: set[int] = set()
 
     @property
     def num_compilations(self) -> int:
         """Number of executables that `submit` compiled or read from the persistent cache."""
-        ...
+        return self._compilations.count
 
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+    @property
+    def is_warm(self) -> bool:
+        """Whether every executable is compiled for a pool of the present size."""
+        return self._compilations.is_warm
+
+    @abc.abstractmethod
+    def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
         """Return (name, function) of every executable; calling a function compiles it.
 
         The functions advance no slot and write to the null page only. Call `finish_warmup` last.
         """
-        ...
-
-    @property
-    def prepares_in_parallel(self) -> bool:
-        """Whether several threads may call the functions of `warmup_steps` except the last."""
-        ...
 
     def warm_up_behind(self) -> bool:
         """Start to compile every executable on other threads, and return at once.
@@ -166,7 +228,7 @@ class ModelExecutor(Executor, Protocol):
         A step that needs a missing executable compiles it, or waits for it. Return False if the
         executor cannot; then nothing is started, and `warmup_steps` must be called.
         """
-        ...
+        return False
 
     def is_ready(self) -> bool:
         """Return whether a first request waits for no executable of `warm_up_behind`.
@@ -174,27 +236,24 @@ class ModelExecutor(Executor, Protocol):
         Executables for a single request, greedy or drawn, exist then. The first call ends the
         pause after which they are made if an earlier start has left them. True without a warm-up.
         """
-        ...
+        return True
 
     def finish_warmup(self) -> None:
         """Treat every later compilation as a stall, and in strict mode as an error."""
-        ...
+        self._warm_num_pages.add(self.config.num_pages)
+        self._compilations.expect_none()
 
     @property
-    def is_warm(self) -> bool:
-        """Whether every executable is compiled for a pool of the present size."""
-        ...
-
-    @property
+    @abc.abstractmethod
     def num_buffers(self) -> int:
         """Size of the whole page cache, in units of its largest buffer."""
-        ...
 
     @property
+    @abc.abstractmethod
     def device(self) -> Any:
         """The jax.Device of this process whose memory limits the page cache."""
-        ...
 
+    @abc.abstractmethod
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the encoder's output for each prompt, float32 [tokens, embed], now.
 
@@ -204,8 +263,8 @@ class ModelExecutor(Executor, Protocol):
           ProcessGroupError: several processes serve the model.
           RuntimeClosedError: the executor was closed.
         """
-        ...
 
+    @abc.abstractmethod
     def fitted(self, params: Any, *, partial: bool = False) -> Any:
         """Return the whole model's `params` on the executor's devices, as `update_params` needs.
 
@@ -219,17 +278,16 @@ class ModelExecutor(Executor, Protocol):
             parameters.
           RuntimeClosedError: the executor was closed.
         """
-        ...
 
     @property
+    @abc.abstractmethod
     def params(self) -> Any:
         """The parameters that the next step computes with, as `update_params` takes them."""
-        ...
 
+    @abc.abstractmethod
     def update_params(self, params: Any) -> None:
         """Replace the parameters for all later steps by `params`, which `fitted` returned."""
-        ...
 
+    @abc.abstractmethod
     def drop_params(self) -> None:
         """Drop the references to the parameters; no step follows before the next update."""
-        ...

@@ -1,0 +1,156 @@
+"""This checkout against another one, in turns: `python -m benchmarks.baseline CHECKOUT --help`.
+
+What no change may make worse: output tokens/s, starts and their memory, planning with 10,000
+waiting requests, the plans of ExeGPT's tasks, and requests/s of cells. Every measurement is a
+process in one checkout, then in the other. Run it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from tqdm import tqdm
+
+from benchmarks.common import environment, processes
+from benchmarks.common.environment import ROOT
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
+from jaxserve.core.errors import InvalidConfigError
+
+HERE, OTHER = "here", "against"
+_LIMIT_S = 1800.0
+
+
+@final
+@dataclass(frozen=True)
+class Measurement:
+    """A benchmark of both checkouts, and the figures of its result that are compared."""
+
+    command: str  # after `python -m benchmarks.`
+    figures: Callable[[dict[str, Any]], Figures]
+
+
+def _starts(result: dict[str, Any]) -> Figures:
+    kinds = {"cold start": result["cold"], "warm start": result["warm"]}
+    return {
+        **{f"{kind}, s": own["first_token_s"] for kind, own in kinds.items()},
+        **{f"{kind}, GB": own["resident_bytes"] / 1e9 for kind, own in kinds.items()},
+    }
+
+
+def _planning(result: dict[str, Any]) -> Figures:
+    points = result["points"]["here"]
+    return {f"{point['policy']}: planning, ms": point["planning_ms"]["p50"] for point in points}
+
+
+def _plans(result: dict[str, Any]) -> Figures:
+    tasks = sorted({point["task"] for point in result["points"]})
+    return {
+        f"task {task}: answers/s": statistics.geometric_mean(
+            point["per_s"] for point in result["points"] if point["task"] == task
+        )
+        for task in tasks
+    }
+
+
+def _cells(result: dict[str, Any]) -> Figures:
+    return {f"{p['application']}: requests/s": p["requests_per_s"] for p in result["points"]}
+
+
+MEASUREMENTS = {
+    "float32": Measurement(
+        "offline --num-requests 32 --repeats 1",
+        lambda result: {"output tokens/s": result["output_tokens_per_s"]},
+    ),
+    "int8": Measurement(
+        "offline --num-requests 32 --repeats 1 --quantize int8",
+        lambda result: {"output tokens/s": result["output_tokens_per_s"]},
+    ),
+    "start": Measurement("startup --repeats 1", _starts),
+    "planning": Measurement(
+        "planning --policies auto,s3,pensieve,exegpt --slots 64 --waiting 10000 --repeats 1",
+        _planning,
+    ),
+    "plans": Measurement("exegpt --models OPT-13B,GPT3-101B --seeds 0", _plans),
+    "cells": Measurement("cells.host --repeats 1", _cells),
+}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if not (options.checkout / "jaxserve").is_dir():
+        raise InvalidConfigError(f"{options.checkout} has no jaxserve; give a checkout")
+    names = options.only.split(",") if options.only else list(MEASUREMENTS)
+    if unknown := set(names) - set(MEASUREMENTS):
+        raise InvalidConfigError(f"--only {sorted(unknown)}: there are {list(MEASUREMENTS)}")
+    checkouts = {HERE: ROOT, OTHER: options.checkout.resolve()}
+    found: dict[str, dict[str, list[Figures]]] = {}
+    turns = [(name, *turn) for turn in in_turns(list(checkouts), options.repeats) for name in names]
+    # One measurement's runs in both checkouts are next to each other.
+    turns.sort(key=lambda turn: (turn[1], names.index(turn[0])))
+    for name, _, checkout in tqdm(turns, desc="baseline", unit="run", leave=False, delay=2):
+        figures = _measure(MEASUREMENTS[name], checkouts[checkout])
+        found.setdefault(name, {}).setdefault(checkout, []).append(figures)
+    return {
+        "benchmark": "baseline",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "measurements": {
+            name: {
+                **{checkout: summary(runs) for checkout, runs in both.items()},
+                "ratios": {
+                    figure: ratio(*([run[figure] for run in runs] for runs in both.values()))
+                    for figure in both[HERE][0]
+                    if figure in both[OTHER][0]
+                },
+            }
+            for name, both in found.items()
+        },
+        **environment.describe(),
+    }
+
+
+def _measure(measurement: Measurement, checkout: Path) -> Figures:
+    command = [sys.executable, "-m", *f"benchmarks.{measurement.command}".split()]
+    with tempfile.TemporaryDirectory() as folder:
+        # `python -m` imports from the working directory first.
+        command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", *command]
+        output, _ = processes.run(command, Path(folder, "log"), _LIMIT_S)
+    return measurement.figures(json.loads(output.splitlines()[-1]))
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print_table(
+        [
+            {"name": name, "figure": figure, "ratio": own, **both}
+            for name, both in result["measurements"].items()
+            for figure, own in both["ratios"].items()
+        ],
+        ("measurement", "{name}"),
+        ("figure", "{figure}"),
+        ("here", lambda row: f"{row[HERE][row['figure']]:.4g}"),
+        ("against", lambda row: f"{row[OTHER][row['figure']]:.4g}"),
+        ("ratio", "{ratio[median]:.3f}"),
+        ("range", "{ratio[range][0]:.3f} to {ratio[range][1]:.3f}"),
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkout", type=Path, help="folder of the other checkout")
+    parser.add_argument("--only", default=None, help=f"some of {','.join(MEASUREMENTS)}")
+    add_repeats(parser, "checkout")
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())
