@@ -117,7 +117,9 @@ def way_of_a_call() -> list[str]:
     threading.setprofile(watch)
     sys.setprofile(watch)
     try:
-        with Runtime.from_pretrained("smollm2-135m", progress=False, max_context=512) as rt:
+        with Runtime.from_pretrained(
+            "smollm2-135m", progress=False, max_context=512, warmup="full"
+        ) as rt:
             prompts, params = ["Name two seas.", "Why is it salty?"], SamplingParams(max_tokens=24)
             for _ in range(2):
                 rt.generate(prompts, params)
