@@ -9,7 +9,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning.schedules import DeviceRoofs
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
 
 

@@ -14,8 +14,7 @@ from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor
-from jaxserve.execution.handle import PromptPart, SubmittedStep
+from jaxserve.execution.executor import ModelExecutor, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,
@@ -29,7 +28,7 @@ from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_targets
 from jaxserve.models.batch import IncomingPages, KVCache
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (

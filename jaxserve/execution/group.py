@@ -29,11 +29,10 @@ from jaxserve.core.errors import (
 )
 from jaxserve.execution.couriers import Arrived, Awaited, Courier, Outcome, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.executor import CompilationCounter, ModelExecutor, StepHandle
-from jaxserve.execution.handle import SubmittedStep
+from jaxserve.execution.executor import CompilationCounter, ModelExecutor, StepHandle, SubmittedStep
 from jaxserve.execution.pages import DevicePages
 from jaxserve.memory.page_pool import Moves
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 from sharding import ProcessGroup
 

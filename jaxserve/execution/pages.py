@@ -22,7 +22,7 @@ from jaxserve.core.errors import HostMemoryError
 from jaxserve.memory.page_pool import Moves, page_sources
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.step_function import Shelf, abstract, staging_place, unkept
 from pallas_kernels import gather_pages, scatter_pages

@@ -18,8 +18,7 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor
-from jaxserve.execution.handle import PromptPart, SubmittedStep
+from jaxserve.execution.executor import ModelExecutor, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,
@@ -34,7 +33,7 @@ from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (

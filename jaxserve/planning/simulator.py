@@ -23,7 +23,7 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.conversations import FollowUp

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.core.config import bucket
-from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.kv.manager import KVManager, preempt_all_s
 from jaxserve.scheduling.kv.prefix_cache import num_shareable
-from jaxserve.scheduling.kv.swap_space import preempt_all_s
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.plan import Admission, Extension, Handover

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 
 from jaxserve.execution.executor import ModelExecutor, StepHandle
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 
 _Wrapped = TypeVar("_Wrapped")

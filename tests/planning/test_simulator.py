@@ -13,7 +13,7 @@ from jaxserve.core.metrics import summarise
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing.tiny import random_prompts, tiny_llama

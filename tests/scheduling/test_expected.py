@@ -15,7 +15,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.admission import Expected
-from jaxserve.scheduling.kv.swap_space import SwapCosts
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.workload import random_items
