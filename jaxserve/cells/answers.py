@@ -163,14 +163,14 @@ class CellAnswer:
 
 
 @final
-class Part:
+class GraphRun:
     """One graph of a request: the first, or one that a `then` returned.
 
     Its `key` names it in the scheduler (-1 before it has begun). `num_slots` of each pool are
     reserved for it while it runs. It may take the values of the part `before` it.
     """
 
-    def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
+    def __init__(self, answer: CellAnswer, graph: FlatGraph, before: GraphRun | None = None):
         self.answer = answer
         self.graph = graph
         self.before = before
@@ -231,18 +231,18 @@ class Part:
 
 
 @final
-class PartRows:
+class RowOwners:
     """The part that owns each row, and whether its request has begun."""
 
     def __init__(self) -> None:
-        self._part_of: list[Part | None] = []
+        self._part_of: list[GraphRun | None] = []
         # Whether each row belongs to a request without a submitted task.
         self._has_not_begun = np.zeros(0, np.bool_)
 
-    def __getitem__(self, row: int) -> Part | None:
+    def __getitem__(self, row: int) -> GraphRun | None:
         return self._part_of[row]
 
-    def add(self, part: Part, num_rows: int) -> None:
+    def add(self, part: GraphRun, num_rows: int) -> None:
         num_new = num_rows - len(self._part_of)
         if num_new > 0:
             self._part_of += [None] * num_new
@@ -251,22 +251,22 @@ class PartRows:
         self._part_of[part.first_row : part.first_row + num] = [part] * num
         self._mark(part, not part.answer.has_begun)
 
-    def remove(self, part: Part) -> None:
+    def remove(self, part: GraphRun) -> None:
         num = part.graph.num_nodes
         self._part_of[part.first_row : part.first_row + num] = [None] * num
         if not part.answer.has_begun:
             self._mark(part, False)
 
-    def begin(self, rows: np.ndarray) -> list[Part]:
+    def begin(self, rows: np.ndarray) -> list[GraphRun]:
         new = rows[self._has_not_begun[rows]].tolist()
         found = [part for part in dict.fromkeys(map(self._part_of.__getitem__, new)) if part]
         for part in found:
             self._mark(part, False)
         return found
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GraphRun]:
         return [part for part in dict.fromkeys(self._part_of) if part is not None]
 
-    def _mark(self, part: Part, has_not_begun: bool) -> None:
+    def _mark(self, part: GraphRun, has_not_begun: bool) -> None:
         end = part.first_row + part.graph.num_nodes
         self._has_not_begun[part.first_row : end] = has_not_begun

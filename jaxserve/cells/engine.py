@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 
-from jaxserve.cells.answers import CellAnswer, CellCompletion, Part, PartRows
-from jaxserve.cells.executor import CellExecutor, CellHandle, NodeRows, TaskResults
+from jaxserve.cells.answers import CellAnswer, CellCompletion, GraphRun, RowOwners
+from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.layout import CellLayout
@@ -76,7 +76,7 @@ def _too_many_values(
     return None
 
 
-def _no_free_slots(part: Part) -> DeviceMemoryError:
+def _no_free_slots(part: GraphRun) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"request {part.answer.id}: its next graph needs more slots than are free, and all others "
         "are kept by requests whose `then` returned further graphs; pass more slot_memory, or "
@@ -84,7 +84,7 @@ def _no_free_slots(part: Part) -> DeviceMemoryError:
     )
 
 
-def _not_finite(part: Part, node: int, layout: CellLayout) -> NumericalError:
+def _not_finite(part: GraphRun, node: int, layout: CellLayout) -> NumericalError:
     number = node - part.first_row
     cell = layout.types[part.graph.graph.types[number]].cell
     return NumericalError(
@@ -103,20 +103,46 @@ def _policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
     return refused
 
 
-def _not_scheduled(part: Part, policy: str) -> InvalidGraphError:
+def _not_scheduled(part: GraphRun, policy: str) -> InvalidGraphError:
     return InvalidGraphError(
         f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
         "left, and nothing else runs; pass a graph that it schedules, or another policy"
     )
 
 
-def _then_failed(part: Part, cause: Exception) -> UnfoldError:
+def _then_failed(part: GraphRun, cause: Exception) -> UnfoldError:
     failure = UnfoldError(
         f"request {part.answer.id}: its `then` raised {type(cause).__name__}: {cause}; it must "
         "return a Graph or the values"
     )
     failure.__cause__ = cause
     return failure
+
+
+@final
+@dataclass
+class _NodeRows:
+    """An allocator of row ids, in ranges of powers of two; ids are below `num_rows`."""
+
+    num_rows: int = 0
+    _free: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, num: int) -> int:
+        size = _range_size(num)
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        first = self.num_rows
+        self.num_rows += size
+        return first
+
+    def free(self, first: int, num: int) -> None:
+        """Free a range that `take(num)` returned."""
+        self._free.setdefault(_range_size(num), []).append(first)
+
+
+def _range_size(num: int) -> int:
+    return max(8, 1 << (num - 1).bit_length())
 
 
 @final
@@ -149,7 +175,7 @@ class Lanes:
         self._lanes = [_Lane() for _ in range(num_workers)]
         self._max_in_flight = max_in_flight
         self._clock = clock
-        self._rows = NodeRows()
+        self._rows = _NodeRows()
         # Ranges of ids that tasks in flight may name: (handles submitted before, first, number).
         self._limbo: deque[tuple[list[int], int, int]] = deque()
 
@@ -280,13 +306,13 @@ class CellEngine(DeviceWork[CellAnswer]):
         self._policy_name = policy.name
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
-        self._rows = PartRows()
+        self._rows = RowOwners()
         self._free_slots = list(executor.num_slots)
-        self._waiting: deque[Part] = deque()
-        self._parts: dict[int, Part] = {}  # parts in the scheduler
+        self._waiting: deque[GraphRun] = deque()
+        self._parts: dict[int, GraphRun] = {}  # parts in the scheduler
         # Parts that have left the scheduler and wait for the last values of loops.
-        self._reading: dict[int, Part] = {}
-        self._of_request: dict[str, Part] = {}  # the last part of each request
+        self._reading: dict[int, GraphRun] = {}
+        self._of_request: dict[str, GraphRun] = {}  # the last part of each request
         self._ended_loops: set[int] = set()
         # Id of a handle in flight -> the requests that begin with it.
         self._begun: dict[int, list[CellAnswer]] = {}
@@ -305,7 +331,7 @@ class CellEngine(DeviceWork[CellAnswer]):
 
     def begin(self, job: CellAnswer) -> None:
         """Add a request; its graph starts when there are slots for its values, in order."""
-        part = Part(job, job.graph)
+        part = GraphRun(job, job.graph)
         self._of_request[job.id] = part
         self._waiting.append(part)
 
@@ -403,7 +429,7 @@ class CellEngine(DeviceWork[CellAnswer]):
             num_admitted += 1
         return False
 
-    def _has_room(self, part: Part) -> bool:
+    def _has_room(self, part: GraphRun) -> bool:
         """Return whether a part may begin.
 
         The first graph of a request that may have more leaves room for another one of its size, so
@@ -521,7 +547,7 @@ class CellEngine(DeviceWork[CellAnswer]):
                     del self._reading[part.key]
                     self._finish(part)
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: GraphRun) -> None:
         first_row, graph = part.first_row, part.graph
         for node in graph.plan.loops:
             cell = self._layout.types[graph.graph.types[node]].cell
@@ -548,13 +574,13 @@ class CellEngine(DeviceWork[CellAnswer]):
             self._end(part, "error", _then_failed(part, error))
             return
         self._shrink(part, flat.kept)
-        follower = Part(part.answer, flat, part)
+        follower = GraphRun(part.answer, flat, part)
         self._of_request[part.answer.id] = follower
         self._waiting.appendleft(follower)
 
     def _end(
         self,
-        part: Part,
+        part: GraphRun,
         reason: FinishReason,
         error: JaxserveError | None = None,
         *,
@@ -577,7 +603,7 @@ class CellEngine(DeviceWork[CellAnswer]):
         self.recorder.request_ended(completion)
         self._ended.append(completion)
 
-    def _shrink(self, part: Part, kept: Sequence[int]) -> None:
+    def _shrink(self, part: GraphRun, kept: Sequence[int]) -> None:
         graph = part.graph
         pools = [graph.pool_of(value, self._layout) for value in kept]
         num_slots = tuple(pools.count(pool) for pool in range(len(graph.num_slots)))
@@ -586,7 +612,7 @@ class CellEngine(DeviceWork[CellAnswer]):
         self._take_slots(num_slots, 1)
         part.reserve(num_slots)
 
-    def _remove(self, part: Part) -> None:
+    def _remove(self, part: GraphRun) -> None:
         """Drop a part's values now, and its ids when no task in flight names them."""
         graph, first = part.graph, part.first_row
         self._executor.remove(graph, first)

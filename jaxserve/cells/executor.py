@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import numpy as np
@@ -150,29 +150,3 @@ def calls_of(
             begin, of_call = number, size
         calls.append((of_call, group[begin:]))
     return calls
-
-
-@final
-@dataclass
-class NodeRows:
-    """An allocator of row ids, in ranges of powers of two; ids are below `num_rows`."""
-
-    num_rows: int = 0
-    _free: dict[int, list[int]] = field(default_factory=dict)
-
-    def take(self, num: int) -> int:
-        size = _range_size(num)
-        free = self._free.get(size)
-        if free:
-            return free.pop()
-        first = self.num_rows
-        self.num_rows += size
-        return first
-
-    def free(self, first: int, num: int) -> None:
-        """Free a range that `take(num)` returned."""
-        self._free.setdefault(_range_size(num), []).append(first)
-
-
-def _range_size(num: int) -> int:
-    return max(8, 1 << (num - 1).bit_length())

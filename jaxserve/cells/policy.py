@@ -37,8 +37,9 @@ class CellType:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Task:
-    """Nodes of one type that run together on one worker. Treat it as immutable.
+    """Nodes of one type that run together on one worker.
 
     A loop stays on the worker of its first step.
 
@@ -48,28 +49,12 @@ class Task:
         its steps. A task of padding alone has none.
       worker: index of the worker. A worker runs its tasks in the order of their submission.
       num_padding: rows that are computed without a node, as with padding to a common length.
-      array: int64 [nodes], `nodes` as an array.
     """
 
-    __slots__ = ("type", "nodes", "worker", "num_padding", "array")
-
-    def __init__(
-        self,
-        type: int,
-        nodes: Sequence[int],
-        worker: int,
-        num_padding: int = 0,
-        *,
-        array: np.ndarray | None = None,
-    ):
-        self.type = type
-        self.nodes = nodes
-        self.worker = worker
-        self.num_padding = num_padding
-        self.array = np.array(nodes, np.int64) if array is None else array
-
-    def __repr__(self) -> str:
-        return f"Task(type={self.type}, nodes={list(self.nodes)}, worker={self.worker})"
+    type: int
+    nodes: Sequence[int]
+    worker: int
+    num_padding: int = 0
 
 
 @final
@@ -107,8 +92,9 @@ class TaskGroup(Sequence[Task]):
     def of(cls, tasks: Sequence[Task]) -> TaskGroup:
         """Return a group that keeps these tasks, one or more of one type and worker."""
         first, sizes = tasks[0], [len(task.nodes) for task in tasks]
+        nodes = np.array([node for task in tasks for node in task.nodes], np.int64)
         num_rows = [len(task.nodes) + task.num_padding for task in tasks]
-        return cls(first.type, first.worker, nodes_of(tasks), sizes, num_rows=num_rows, tasks=tasks)
+        return cls(first.type, first.worker, nodes, sizes, num_rows=num_rows, tasks=tasks)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -141,17 +127,10 @@ class TaskGroup(Sequence[Task]):
     def _made(self) -> Sequence[Task]:
         if self._tasks is None:
             self._tasks = [
-                Task(self.type, nodes.tolist(), self.worker, num - len(nodes), array=nodes)
+                Task(self.type, nodes.tolist(), self.worker, num - len(nodes))
                 for nodes, num in zip(self.arrays(), self.num_rows, strict=True)
             ]
         return self._tasks
-
-
-def nodes_of(tasks: Sequence[Task]) -> np.ndarray:
-    """Return the nodes of one or more tasks, int64 [nodes], those of the first task first."""
-    if isinstance(tasks, TaskGroup):
-        return tasks.array
-    return tasks[0].array if len(tasks) == 1 else np.concatenate([one.array for one in tasks])
 
 
 def groups_of(tasks: Sequence[Task]) -> list[TaskGroup]:

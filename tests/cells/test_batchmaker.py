@@ -16,7 +16,7 @@ from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import cell_graph, chain_graph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
-from jaxserve.cells.policy import CellType, Task
+from jaxserve.cells.policy import CellType, Task, groups_of
 from jaxserve.cells.simulation import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
@@ -349,7 +349,9 @@ def test_it_decides_as_algorithm_1_does(has_loops: bool, num_workers: int, data:
         if action < 0.9 and len(mine) < 9:
             ours, wanted = [chooser.schedule(worker, 0.0) for chooser in both]
             assert [(t.type, t.nodes) for t in ours] == [(t.type, t.nodes) for t in wanted]
-            assert all(task.array.tolist() == task.nodes for task in ours)
+            assert all(
+                group.array.tolist() == sum(nodes_of(group), []) for group in groups_of(ours)
+            )
             assert all(task.worker == worker for task in ours)
             mine.extend(zip(ours, wanted, strict=True))
         if mine and (action > 0.3 or len(mine) >= 9):

@@ -17,7 +17,7 @@ def test_a_group_makes_its_tasks():
     group = TaskGroup(2, 1, np.array([5, 6, 9, 7]), [2, 1, 1], num_rows=[2, 1, 3])
     assert [(task.nodes, task.num_padding) for task in group] == [([5, 6], 0), ([9], 0), ([7], 2)]
     assert {(task.type, task.worker) for task in group} == {(2, 1)}
-    assert [task.array.tolist() for task in group] == [[5, 6], [9], [7]]
+    assert [one.tolist() for one in group.arrays()] == [[5, 6], [9], [7]]
     assert [nodes.tolist() for nodes in group.arrays()] == [[5, 6], [9], [7]]
     assert group[0] is group[0] and len(group) == 3
 

@@ -38,7 +38,7 @@ class Recurrent(Protocol):
         ...
 
 
-class Step(Recurrent, Protocol):
+class RecurrentStep(Recurrent, Protocol):
     """One step of a recurrent network, called with `x` [batch, input_size] and states by name."""
 
     input_size: int
@@ -119,7 +119,7 @@ class Stacked(nnx.Module):
       InvalidConfigError: the layers do not fit together.
     """
 
-    def __init__(self, layers: Sequence[Step]):
+    def __init__(self, layers: Sequence[RecurrentStep]):
         sizes = [(layer.input_size, layer.hidden_size) for layer in layers]
         fits = all(size == (sizes[0][1], sizes[0][1]) for size in sizes[1:])
         if len(layers) < 2 or not fits or len({type(layer) for layer in layers}) > 1:
@@ -156,7 +156,7 @@ class Stacked(nnx.Module):
 class Embedded(nnx.Module):
     """An embedding `table` [vocab_size, input_size] and a step, called with `token` for `x`."""
 
-    def __init__(self, step: Step, vocab_size: int, *, rngs: nnx.Rngs):
+    def __init__(self, step: RecurrentStep, vocab_size: int, *, rngs: nnx.Rngs):
         self.step = step
         self.vocab_size = vocab_size
         shape = (vocab_size, step.input_size)

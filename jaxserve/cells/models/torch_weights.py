@@ -19,8 +19,8 @@ from jaxserve.cells.models.recurrent import (
     Embedded,
     Predicting,
     Reader,
+    RecurrentStep,
     Stacked,
-    Step,
 )
 from jaxserve.cells.models.tree_lstm import Internal, Leaf
 from jaxserve.core.errors import CheckpointError
@@ -53,7 +53,7 @@ def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU | Stacked:
     return _one_or_stacked([_gru(*layer) for layer in layers])
 
 
-def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
+def embedded_from_torch(step: RecurrentStep, tensors: _Tensors, prefix: str) -> Embedded:
     """Return a step after the `torch.nn.Embedding` under the prefix; see `lstm_from_torch`."""
     reader = _Reader(tensors, prefix)
     table = reader.matrix("weight", columns=step.input_size)

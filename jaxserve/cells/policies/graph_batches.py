@@ -31,7 +31,7 @@ class Member:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Step:
+class MergedStep:
     """Nodes that run together: one task, or one for each iteration of a loop.
 
     `num_padding` rows are computed without a node. A loop that `keeps_rows` computes ended rows
@@ -45,7 +45,7 @@ class Step:
 
 
 # Members of a batch -> its steps in order.
-Merge: TypeAlias = "Callable[[Sequence[Member], Sequence[CellType]], Iterable[Step]]"
+Merge: TypeAlias = "Callable[[Sequence[Member], Sequence[CellType]], Iterable[MergedStep]]"
 # Graph -> its bucket; only graphs of one bucket share a batch.
 BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
 
@@ -113,7 +113,7 @@ class _Loop:
     `steps_left` has, for every row that has not ended, the steps that have not been submitted.
     """
 
-    step: Step
+    step: MergedStep
     steps_left: dict[int, int]
     num_rows: int
     has_begun: bool = False
@@ -129,7 +129,7 @@ class _Batch:
     """The batch of a worker: the `steps` that have not begun, and its open tasks."""
 
     members: list[Member]
-    steps: deque[Step]
+    steps: deque[MergedStep]
     loop: _Loop | None = None
     num_open: int = 0
     last_type: int = 0
@@ -224,7 +224,7 @@ class GraphBatchScheduler:
         self._running[worker] = batch
         return batch
 
-    def _begun(self, batch: _Batch, step: Step) -> _Loop:
+    def _begun(self, batch: _Batch, step: MergedStep) -> _Loop:
         max_steps = {
             member.first + node: steps
             for member in batch.members
@@ -269,11 +269,11 @@ def _task(batch: _Batch, type: int, nodes: Sequence[int], worker: int, num_paddi
     return Task(type, nodes, worker, num_padding)
 
 
-def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[Step]:
+def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[MergedStep]:
     """Merge graphs of one structure: each step has the same node of every graph."""
     graph = members[0].graph
     return [
-        Step(type, [member.first + node for member in members])
+        MergedStep(type, [member.first + node for member in members])
         for node, type in enumerate(graph.types)
     ]
 

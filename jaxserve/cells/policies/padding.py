@@ -12,7 +12,7 @@ from jaxserve.cells.policies.graph_batches import (
     Buckets,
     GraphBatchScheduler,
     Member,
-    Step,
+    MergedStep,
     check_max_graphs,
 )
 from jaxserve.cells.policy import CellType
@@ -81,7 +81,7 @@ class Padding:
                 for type, nodes in parts(graph)
             )
 
-        def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[Step]:
+        def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[MergedStep]:
             rows = [(member.first, parts(member.graph)) for member in members]
             steps = []
             for index, (type, number) in enumerate(bucket_of(members[0].graph)):
@@ -93,7 +93,7 @@ class Padding:
                         if place < len(own[index][1])
                     ]
                     padding = len(rows) - len(nodes)
-                    steps.append(Step(type, nodes, padding, keeps_rows=is_loop[type]))
+                    steps.append(MergedStep(type, nodes, padding, keeps_rows=is_loop[type]))
             return steps
 
         waiting = Buckets(bucket_of, max_graphs, is_round_robin=True)
