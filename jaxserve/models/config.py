@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, Self, TypeVar, final
 
 from jax.sharding import Mesh
 
@@ -332,10 +332,18 @@ def windows_by_kind(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+_Kind = TypeVar("_Kind")
+_FORMER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
 def kinds_by_name(
-    given: Sequence[str], by_name: Mapping[str, LayerKind], num_layers: int
-) -> tuple[LayerKind, ...]:
-    """Return each layer's kind by `layer_types`; raise UnsupportedModelError if unknown."""
+    given: Sequence[str], by_name: Mapping[str, _Kind], num_layers: int
+) -> tuple[_Kind, ...]:
+    """Return each layer's kind by `layer_types`; raise UnsupportedModelError if unknown.
+
+    Names of transformers 4 are read as those of 5.
+    """
+    given = [_FORMER_KINDS.get(kind, kind) for kind in given]
     if not set(given) <= set(by_name) or len(given) != num_layers:
         raise UnsupportedModelError(
             f"layer_types={list(given)} is not supported; give one of {tuple(by_name)} for each of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -14,11 +15,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from jaxserve.models.layers import GatedMLP, gate_of
+from jaxserve.models.layers import ACTIVATIONS, GatedMLP, TwoLayerMLP, gate_of
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.projection import Gate, normed, with_residual
+from jaxserve.models.projection import normed, with_residual
 from jaxserve.models.routing import choose, sum_few
 from jaxserve.models.weights import Tensor, Weight, gate_and_up
 from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_tensor, tensor_index
@@ -26,35 +27,48 @@ from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_ten
 
 @final
 class Experts(nnx.Module):
-    """The gated MLPs of a mixture.
+    """The MLPs of a mixture, gated or not.
 
-    gate_up   [experts, embed, 2, mlp]
+    gate_up   [experts, embed, 2, mlp]    if they are gated
+    up        [experts, embed, mlp]       otherwise
     down      [experts, mlp, embed]
-    bgate_up, bdown                       if the config has biases
+    bgate_up, bdown                       if the config has biases; for gated ones
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         mixture = config.experts
         assert mixture is not None
-        embed, mlp, num = config.hidden_size, mixture.size, mixture.num
-        self.gate_up = new.weight(
-            ("experts", "embed", None, None), (num, embed, 2, mlp), num_stacked=1
-        )
+        embed = mixture.latent_size or config.hidden_size
+        mlp, num = mixture.size, mixture.num
+        self.is_gated = mixture.is_gated
+        if mixture.is_gated:
+            self.gate_up = new.weight(
+                ("experts", "embed", None, None), (num, embed, 2, mlp), num_stacked=1
+            )
+        else:
+            self.up = new.weight(("experts", "embed", None), (num, embed, mlp), num_stacked=1)
         self.down = new.weight(("experts", None, "embed"), (num, mlp, embed), num_stacked=1)
         has_bias = mixture.has_bias
         self.bgate_up = new.zeros(("experts", None, None), (num, 2, mlp)) if has_bias else None
         self.bdown = new.zeros(("experts", "embed"), (num, embed)) if has_bias else None
 
+    @property
+    def first(self) -> Linear:
+        """The product before the activation."""
+        return Linear(self.gate_up, self.bgate_up) if self.is_gated else Linear(self.up)
+
 
 @final
 class MixtureOfExperts(nnx.Module):
-    """Several gated MLPs; a router sends each token to a few of them and weighs their outputs.
+    """Several MLPs; a router sends each token to a few of them and weighs their outputs.
 
         router         [embed, experts]
         router_bias, correction  [experts]    if the config has them
         experts        `Experts`
-        shared         the `GatedMLP` that every token goes to, if the config has one
+        shared         the MLP that every token goes to, if the config has one
         shared_gate    [embed, 1]             if the config has it
+        latent_in      [embed, latent]        if the config has a latent size, and a bias blatent_in
+        latent_out     [latent, embed]        likewise, of the sum of a token's experts
 
     Tokens are sorted by expert and multiplied group by group, so that no token is dropped, and each
     is multiplied only with the weights of its experts. On a mesh, each shard has its share of the
@@ -74,9 +88,15 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, new)
         if mixture.shared_size is not None:
             own = replace(config, intermediate_size=mixture.shared_size)
-            self.shared = GatedMLP(own, new)
+            self.shared = (GatedMLP if mixture.is_gated else TwoLayerMLP)(own, new)
         if mixture.has_shared_gate:
             self.shared_gate = new.weight(("embed", None), (embed, 1), stays_dense=True)
+        if mixture.latent_size is not None:
+            latent, has_bias = mixture.latent_size, config.mlp_bias
+            self.latent_in = new.weight(("embed", None), (embed, latent))
+            self.latent_out = new.weight((None, "embed"), (latent, embed))
+            self.blatent_in = new.zeros((None,), (latent,)) if has_bias else None
+            self.blatent_out = new.zeros(("embed",), (embed,)) if has_bias else None
 
     def __call__(
         self,
@@ -96,7 +116,7 @@ class MixtureOfExperts(nnx.Module):
         mix = over_tensor(
             partial(
                 _mix,
-                gate=gate_of(self.activation),
+                gate=gate_of(self.activation) if config.is_gated else ACTIVATIONS[self.activation],
                 num_own=config.num // num_shards,
                 num_shards=num_shards,
                 scales_input=config.scales_input,
@@ -104,9 +124,12 @@ class MixtureOfExperts(nnx.Module):
             in_specs=(P(), P(), P(), P(), P(TENSOR), P(TENSOR)),
             out_specs=P(),
         )
-        own = self.experts
-        gate_up, down = Linear(own.gate_up, own.bgate_up), Linear(own.down, own.bdown)
-        out = mix(x, gates, experts, adapter, gate_up, down)
+        own, inner = self.experts, x
+        if config.latent_size is not None:
+            inner = Linear(self.latent_in, self.blatent_in)(x, adapter)
+        out = mix(inner, gates, experts, adapter, own.first, Linear(own.down, own.bdown))
+        if config.latent_size is not None:
+            out = Linear(self.latent_out, self.blatent_out)(out, adapter)
         if config.shared_size is not None:
             shared = self.shared(x, context)
             if config.has_shared_gate:
@@ -121,10 +144,10 @@ def _mix(
     gates: Float32[Array, "tokens experts_per_token"],
     experts: Int32[Array, "tokens experts_per_token"],
     adapter: Int32[Array, " tokens"] | None,
-    gate_up: Linear,  # weight [own experts, embed, 2, mlp]
+    first: Linear,  # weight [own experts, embed, 2, mlp], or [own experts, embed, mlp]
     down: Linear,  # weight [own experts, mlp, embed]
     *,
-    gate: Gate,
+    gate: Callable[[Array], Array],
     num_own: int,
     num_shards: int,
     scales_input: bool,
@@ -140,8 +163,7 @@ def _mix(
     adapter = None if adapter is None else adapter[token]
     weights = gates.astype(x.dtype)
     inputs = x[token] * weights.reshape(-1, 1)[order] if scales_input else x[token]
-    both = gate_up.grouped(inputs, sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
-    out = down.grouped(gate(both), sizes, adapter)
+    out = down.grouped(gate(first.grouped(inputs, sizes, adapter)), sizes, adapter)
     # Undo the sort: token t's i-th expert is at t * num_each + i.
     out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
     out = out.reshape(num_tokens, num_each, -1)
@@ -156,9 +178,10 @@ class ExpertNames:
     Attributes:
       gate, up, down: the projections of an expert with a tensor for each; names after
         `experts.{number}.`.
-      gate_up, down_all: the tensors of all experts, which a checkpoint can have instead.
-      gate_up_axes, down_axes: the layouts of these two, by the axes expert (n), embed (e), gate or
-        up (u) and the inner one (m).
+      gate_up, up_all, down_all: the tensors of all experts, which a checkpoint can have instead.
+        Experts without gates have `up_all`.
+      gate_up_axes, down_axes: the layouts of the first and the last, by the axes expert (n), embed
+        (e), gate or up (u) and the inner one (m).
     """
 
     mlp: str = "mlp."
@@ -169,11 +192,14 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = "experts.gate_up_proj"
+    up_all: str = "experts.up_proj"
     down_all: str = "experts.down_proj"
     gate_up_axes: str = "n (u m) e"
     down_axes: str = "n e m"
     shared: str = "shared_expert."
     shared_gate: str = "shared_expert_gate.weight"
+    latent_in: str = "fc1_latent_proj"
+    latent_out: str = "fc2_latent_proj"
 
 
 def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dict[str, Weight]:
@@ -184,6 +210,7 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
     mlp, path = layer + names.mlp, "blocks.mlp."
     if mixture.is_fused:
         gates_and_ups = [Tensor(mlp + names.gate_up, names.gate_up_axes)]
+        ups = [Tensor(mlp + names.up_all, "n m e")]
         downs = [Tensor(mlp + names.down_all, names.down_axes)]
     else:
         each = [(n, f"{mlp}experts.{n}.") for n in range(mixture.num)]
@@ -192,6 +219,7 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
             for n, name in each
             for place, which in enumerate((names.gate, names.up))
         ]
+        ups = [Tensor(f"{name}{names.up}.weight", "m e", n=n) for n, name in each]
         downs = [Tensor(f"{name}{names.down}.weight", "e m", n=n) for n, name in each]
     shared = mlp + names.shared
     return {
@@ -199,6 +227,7 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}router_bias": Weight.of(mlp + names.router_bias, "n"),
         f"{path}correction": Weight.of(mlp + names.correction, "n"),
         f"{path}experts.gate_up": Weight("n e u m", tuple(gates_and_ups)),
+        f"{path}experts.up": Weight("n e m", tuple(ups)),
         f"{path}experts.down": Weight("n m e", tuple(downs)),
         f"{path}experts.bgate_up": Weight.of(
             f"{mlp}{names.gate_up}_bias", "n u m", names.gate_up_axes.replace(" e", "")
@@ -207,6 +236,13 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}shared.gate_up": gate_and_up(
             f"{shared}gate_proj.weight", f"{shared}up_proj.weight", "weight"
         ),
+        f"{path}shared.up": Weight.of(f"{shared}up_proj.weight", "e m", "m e"),
+        f"{path}shared.bup": Weight.of(f"{shared}up_proj.bias", "m"),
+        f"{path}shared.bdown": Weight.of(f"{shared}down_proj.bias"),
         f"{path}shared.down": Weight.of(f"{shared}down_proj.weight", "m e", "e m"),
+        f"{path}latent_in": Weight.of(mlp + names.latent_in + ".weight", "e l", "l e"),
+        f"{path}blatent_in": Weight.of(mlp + names.latent_in + ".bias", "l"),
+        f"{path}latent_out": Weight.of(mlp + names.latent_out + ".weight", "l e", "e l"),
+        f"{path}blatent_out": Weight.of(mlp + names.latent_out + ".bias"),
         f"{path}shared_gate": Weight.of(mlp + names.shared_gate, "e o", "o e"),
     }

@@ -25,6 +25,8 @@ class ExpertsConfig:
 
     Attributes:
       size: the inner size of an expert.
+      latent_size: the width of what experts read and give, if a token is projected to it and back.
+      is_gated: whether experts, and the MLP of all tokens, are gated.
       normalises_gates: whether a token's gates are scaled to a sum of one.
       gate_scale: the factor of the gates, after that.
       num_groups: the number of groups of consecutive experts. A token goes to experts of its
@@ -43,6 +45,8 @@ class ExpertsConfig:
     num: int
     size: int
     per_token: int
+    latent_size: int | None = None
+    is_gated: bool = True
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalises_gates: bool = True
     gate_scale: float = 1.0

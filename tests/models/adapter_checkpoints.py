@@ -19,7 +19,7 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias
 # Families that name, order and transpose their matrices differently.
 FAMILIES = ("llama", "qwen3_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
 # Families with recurrent layers, which serve merged adapters only.
-RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next")
+RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next", "nemotron_h")
 
 
 class Arrays:

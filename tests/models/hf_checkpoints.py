@@ -68,6 +68,17 @@ _DELTA_RULE = dict(
     linear_num_value_heads=6,
 )
 
+_NEMOTRON_MAMBA = dict(
+    ssm_state_size=10,
+    mamba_num_heads=6,
+    mamba_head_dim=14,
+    n_groups=3,
+    conv_kernel=3,
+    use_bias=True,
+    chunk_size=8,
+    time_step_min=0.3,
+)
+
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
@@ -342,6 +353,35 @@ _OTHERS = {
         ),
         {},
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        dict(
+            **{k: v for k, v in _SIZES.items() if k != "num_hidden_layers"},
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            head_dim=16,
+            mlp_bias=True,
+            **_NEMOTRON_MAMBA,
+        ),
+        {},
+    ),
+    "nemotron_h_moe": (
+        "NemotronHConfig",
+        dict(
+            **{k: v for k, v in _SIZES.items() if k != "num_hidden_layers"},
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            head_dim=16,
+            **_NEMOTRON_MAMBA,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            moe_intermediate_size=20,
+            moe_shared_expert_intermediate_size=28,
+            moe_latent_size=24,
+        ),
+        {},
+    ),
     "lfm2": (
         "Lfm2Config",
         dict(
@@ -423,6 +463,9 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
         # Biases and norms are initialized with constants, which would hide an error.
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # likewise
+            torch.nn.init.normal_(buffer, std=0.2)
     model.to(dtype).save_pretrained(folder, **save_options)
     # Read back, because .to(bfloat16) rounds the rotary frequencies permanently.
     return transformers.AutoModelForCausalLM.from_pretrained(

@@ -26,6 +26,7 @@ _UNDECLARED = {
     "scale_decoder_outputs": True,
     "decoder_start_token_id": None,
     "head_dim": None,
+    "hybrid_override_pattern": "ME*-",
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
     "tie_word_embeddings": False,  # of text models in models of images, which say it themselves
@@ -55,6 +56,12 @@ _ALIASES = {
     "bloom": {"n_embed": "hidden_size"},
     "falcon": {"n_embed": "hidden_size"},
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "nemotron_h": {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_conv_bias": "use_conv_bias",
+    },
 }
 _BASES = ("rope_theta", "rotary_emb_base", "rotary_pct", "rope_local_base_freq")
 
@@ -143,6 +150,16 @@ def test_null_is_not_absent(kind):
             dict(layer_kinds=("recurrent", "attention")),
         ),
         ("qwen3_moe", {}, dict(intermediate_size=6144)),
+        (
+            "nemotron_h",
+            dict(hybrid_override_pattern="M*-M"),
+            dict(layer_kinds=("recurrent", "attention", "mlp", "recurrent"), experts=None),
+        ),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba", "attention"], num_hidden_layers=7),
+            dict(layer_kinds=("recurrent", "attention")),
+        ),
         (
             "gptj",
             dict(hidden_size=64, num_attention_heads=4, rotary_dim=8),
