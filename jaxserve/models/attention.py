@@ -106,7 +106,8 @@ class Attention(SumsRows):
 
     wqkv   [embed, kv_heads, group + 2, head_dim]   a KV head: its queries, k, v
     wo     [kv_heads, group, head_dim, embed]
-    bqkv, bo, q_norm, k_norm                        where the config has them
+    sinks  [kv_heads, group]
+    bqkv, bo, q_norm, k_norm and sinks              where the config has them
 
     With `attention_gate`, a KV head of wqkv begins with a gate for each of its queries.
     """
@@ -117,6 +118,8 @@ class Attention(SumsRows):
         kv_heads, group = config.num_kv_heads, config.group
         columns = group + 2 + group * config.attention_gate
         heads, shape = ("kv_heads", None, None), (kv_heads, columns, head_dim)
+        if config.has_sinks:
+            self.sinks = new.zeros(("kv_heads", None), (kv_heads, group))
         self.wqkv = new.weight(("embed", *heads), (embed, *shape))
         self.wo = new.weight((*heads, "embed"), (kv_heads, group, head_dim, embed), num_in=3)
         self.bqkv = new.zeros(heads, shape) if config.qkv_bias else None
@@ -158,6 +161,7 @@ class Attention(SumsRows):
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             alibi_slopes=config.alibi_slopes,
+            sinks=self.sinks[...].reshape(-1) if config.has_sinks else None,
         )
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
         if gate is not None:

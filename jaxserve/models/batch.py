@@ -134,6 +134,7 @@ class KVCache:
         batch: AttentionBatch,
         *,
         alibi_slopes: Sequence[float] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
         """Write this step's keys and values, and attend with its queries.
@@ -143,7 +144,7 @@ class KVCache:
 
         Args:
           qkv: for each KV head its queries, its key and its value, not rotated yet.
-          alibi_slopes, options: of `paged_attention`.
+          alibi_slopes, sinks, options: of `paged_attention`.
 
         Returns:
           The attention output, and the cache with the new keys and values.
@@ -154,13 +155,14 @@ class KVCache:
             qkv = _copied_heads(qkv, copies)
         attend = over_tensor(
             partial(_write_and_read, **options),
-            in_specs=(_HEADS, P(), _PAGES, P(), P(), P(TENSOR), P(TENSOR)),
+            in_specs=(_HEADS, P(), _PAGES, P(), P(), *(P(TENSOR),) * 3),
             out_specs=(_HEADS, _PAGES),
         )
         bias = batch.distance_bias
         slopes = None if alibi_slopes is None else jnp.asarray(alibi_slopes, jnp.float32)
         batch = replace(batch, distance_bias=None, cross_rows=None, slot=None)
-        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, bias, slopes)
+        by_head = bias, slopes, sinks
+        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, *by_head)
         return out, self.with_buffer(buffer, part)
 
     def write(
@@ -261,11 +263,12 @@ def _write_and_read(
     batch: AttentionBatch,
     distance_bias: Float32[Array, "q_heads distances"] | None,
     alibi_slopes: Float32[Array, " q_heads"] | None,
+    sinks: Float[Array, " q_heads"] | None,
     **options: Any,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
     q, cache = _write(qkv, rope, cache, layer, batch)
-    biases = {"distance_bias": distance_bias, "alibi_slopes": alibi_slopes}
-    return _read(q, cache, layer, batch, **biases, **options), cache
+    by_head = dict(distance_bias=distance_bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    return _read(q, cache, layer, batch, **by_head, **options), cache
 
 
 def _write(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar, final
 
 from jax.sharding import Mesh
@@ -23,6 +24,15 @@ LayerKind = Literal["attention", "recurrent", "mlp"]
 # The form of a layer's MLP: one for all tokens, or a mixture of experts.
 MLPKind = Literal["dense", "experts"]
 Residual = Literal["in_turn", "parallel", "parallel_one_norm"]
+# The fields of a configuration that have a value for each layer, and what the values are.
+BY_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "sliding_windows": "sliding windows",
+        "rotated_layers": "flags of rotation",
+        "layer_kinds": "kinds of layers",
+        "mlp_kinds": "kinds of MLPs",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,7 @@ class DecoderConfig:
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       wide_qk_norm: whether they have one over all heads together instead.
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
+      has_sinks: whether each query head has a logit that joins the softmax, without a value.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       logits_scale: the factor of the logits; None for no scaling.
       alibi_slopes: by how much attention logits fall with each token of distance, for each query
@@ -80,6 +91,7 @@ class DecoderConfig:
     qk_norm: bool = False
     wide_qk_norm: bool = False
     attention_gate: bool = False
+    has_sinks: bool = False
     attention_scale: float | None = None
     logits_scale: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
@@ -123,13 +135,8 @@ class DecoderConfig:
                     f"{dim} rotated dimensions of head_dim={self.head_dim}: RoPE needs an even "
                     "number, at most head_dim"
                 )
-        by_layer = {
-            "sliding windows": self.sliding_windows,
-            "flags of rotation": self.rotated_layers,
-            "kinds of layers": self.layer_kinds,
-            "kinds of MLPs": self.mlp_kinds,
-        }
-        for what, values in by_layer.items():
+        for name, what in BY_LAYER.items():
+            values = getattr(self, name)
             if len(values) != self.num_layers:
                 raise UnsupportedModelError(f"{len(values)} {what} for {self.num_layers} layers")
         if "recurrent" in self.layer_kinds and self.recurrence is None:
@@ -198,27 +205,20 @@ class DecoderConfig:
         """The dtype of the last weight of an MLP, if it is not `dtype`."""
         return None
 
-    def fitted_to(self, tensors: Collection[str]) -> Self:
-        """Return the configuration of a checkpoint with these tensors, by name.
+    def fitted_to(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """Return the configuration of a checkpoint with tensors of these names and shapes.
 
         For facts that config.json does not state.
         """
         if self.experts is None:
             return self
-        is_fused = not any(".experts.0." in name for name in tensors)
-        return replace(self, experts=replace(self.experts, is_fused=is_fused))
+        experts = self.experts.fitted_to(shapes, self.hidden_size)
+        return replace(self, experts=experts)
 
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""
-        own = slice(layers.start, layers.stop)
-        return replace(
-            self,
-            num_layers=len(layers),
-            sliding_windows=self.sliding_windows[own],
-            rotated_layers=self.rotated_layers[own],
-            layer_kinds=self.layer_kinds[own],
-            mlp_kinds=self.mlp_kinds[own],
-        )
+        own = {name: getattr(self, name)[layers.start : layers.stop] for name in BY_LAYER}
+        return replace(self, num_layers=len(layers), **own)
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:

@@ -32,11 +32,12 @@ class LayerContext(Protocol):
         scale: float | None,
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Return attention for the queries in `qkv`: each KV head's queries, key and value.
 
-        This rotates queries and keys if positions are rotary. `scale`, `soft_cap` and
-        `alibi_slopes` are those of `pallas_kernels.paged_attention`.
+        This rotates queries and keys if positions are rotary. `scale`, `soft_cap`,
+        `alibi_slopes` and `sinks` are those of `pallas_kernels.paged_attention`.
         """
         ...
 
@@ -87,6 +88,7 @@ class PagedContext:
         scale: float | None,
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         out, self.cache = self.cache.attend(
             self._layer,
@@ -97,6 +99,7 @@ class PagedContext:
             sliding_window=self._sliding_window,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
         return out
 
@@ -165,6 +168,7 @@ class WholeContext:
         scale: float | None,
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         return whole_attention(
             qkv,
@@ -174,6 +178,7 @@ class WholeContext:
             sliding_window=self._sliding_window,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
 
     def recur(

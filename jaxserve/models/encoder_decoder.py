@@ -107,9 +107,10 @@ class EncoderContext:
         scale: float | None,
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        if qkv.shape[2] != 3 or soft_cap is not None or alibi_slopes is not None:
-            raise NotImplementedError("encoders with grouped queries, a soft cap or ALiBi")
+        if qkv.shape[2] != 3 or any(x is not None for x in (soft_cap, alibi_slopes, sinks)):
+            raise NotImplementedError("encoders with grouped queries, a soft cap, ALiBi or sinks")
         tokens, heads, _, head_dim = qkv.shape
         q, k, v = (qkv[:, :, column] for column in range(3))
         factor = head_dim**-0.5 if scale is None else scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ class MixtureOfExperts(nnx.Module):
         mix = over_tensor(
             partial(
                 _mix,
-                gate=gate_of(self.activation) if config.is_gated else ACTIVATIONS[self.activation],
+                gate=self._gate,
                 num_own=config.num // num_shards,
                 num_shards=num_shards,
                 scales_input=config.scales_input,
@@ -137,6 +137,12 @@ class MixtureOfExperts(nnx.Module):
                 shared = shared * jax.nn.sigmoid(share).astype(x.dtype)
             out = out + shared
         return with_residual(residual, out)
+
+    @property
+    def _gate(self) -> Callable[[Array], Array]:
+        if self.config.clamped_gate is not None:
+            return self.config.clamped_gate
+        return gate_of(self.activation) if self.config.is_gated else ACTIVATIONS[self.activation]
 
 
 def _mix(
@@ -180,8 +186,7 @@ class ExpertNames:
         `experts.{number}.`.
       gate_up, up_all, down_all: the tensors of all experts, which a checkpoint can have instead.
         Experts without gates have `up_all`.
-      gate_up_axes, down_axes: the layouts of the first and the last, by the axes expert (n), embed
-        (e), gate or up (u) and the inner one (m).
+      both: the order of gates and ups in `gate_up`: one after the other, or in turns.
     """
 
     mlp: str = "mlp."
@@ -194,8 +199,7 @@ class ExpertNames:
     gate_up: str = "experts.gate_up_proj"
     up_all: str = "experts.up_proj"
     down_all: str = "experts.down_proj"
-    gate_up_axes: str = "n (u m) e"
-    down_axes: str = "n e m"
+    both: Literal["(u m)", "(m u)"] = "(u m)"
     shared: str = "shared_expert."
     shared_gate: str = "shared_expert_gate.weight"
     latent_in: str = "fc1_latent_proj"
@@ -208,10 +212,12 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
     if mixture is None:
         return {}
     mlp, path = layer + names.mlp, "blocks.mlp."
-    if mixture.is_fused:
-        gates_and_ups = [Tensor(mlp + names.gate_up, names.gate_up_axes)]
-        ups = [Tensor(mlp + names.up_all, "n m e")]
-        downs = [Tensor(mlp + names.down_all, names.down_axes)]
+    if mixture.layout != "each":
+        is_out_in = mixture.layout == "out_in"
+        gate_up_axes = f"n {names.both} e" if is_out_in else f"n e {names.both}"
+        gates_and_ups = [Tensor(mlp + names.gate_up, gate_up_axes)]
+        ups = [Tensor(mlp + names.up_all, "n m e" if is_out_in else "n e m")]
+        downs = [Tensor(mlp + names.down_all, "n e m" if is_out_in else "n m e")]
     else:
         each = [(n, f"{mlp}experts.{n}.") for n in range(mixture.num)]
         gates_and_ups = [
@@ -230,7 +236,7 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}experts.up": Weight("n e m", tuple(ups)),
         f"{path}experts.down": Weight("n m e", tuple(downs)),
         f"{path}experts.bgate_up": Weight.of(
-            f"{mlp}{names.gate_up}_bias", "n u m", names.gate_up_axes.replace(" e", "")
+            f"{mlp}{names.gate_up}_bias", "n u m", f"n {names.both}"
         ),
         f"{path}experts.bdown": Weight.of(f"{mlp}{names.down_all}_bias", "n e"),
         f"{path}shared.gate_up": gate_and_up(

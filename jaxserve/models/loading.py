@@ -92,7 +92,7 @@ def fitted(config: DecoderConfig, source: WeightSource) -> DecoderConfig:
     A separate head counts if it differs from the embedding, regardless of `tie_word_embeddings`, as
     in transformers 5.
     """
-    config = config.fitted_to(source.shapes().keys())
+    config = config.fitted_to(source.shapes())
     embedding, head = tied_names(config)
     if config.tie_word_embeddings and not _are_equal(source, embedding, head):
         _log.warning(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Literal, final
+from typing import Literal, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,22 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import log_sum_exp
+
+ExpertLayout = Literal["each", "out_in", "in_out"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """The gate of gpt-oss: gates and ups are clamped, and ups have one added."""
+
+    slope: float
+    limit: float
+
+    def __call__(self, both: Float[Array, "tokens 2 out"]) -> Float[Array, "tokens out"]:
+        gate = jnp.minimum(both[:, 0], self.limit)
+        up = jnp.clip(both[:, 1], -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.slope * gate) * (up + 1)
 
 
 @final
@@ -35,11 +52,12 @@ class ExpertsConfig:
       has_correction: whether scores have a bias that counts for the choice, and not for the gates.
       has_router_bias: whether the router's logits have a bias.
       has_bias: whether the products of the experts have biases.
+      clamped_gate: the function of gates and ups, if it is not that of the model's MLPs.
       scales_input: whether gates multiply the inputs of the experts instead of their outputs.
       shared_size: the inner size of the MLP that every token goes to in addition; None without one.
       has_shared_gate: whether the output of that MLP is multiplied by the sigmoid of a product.
-      is_fused: whether the checkpoint has one tensor for all experts of a layer, instead of one
-        for each.
+      layout: whether the checkpoint has tensors of each expert, [out, in], or one of all experts of
+        a layer, [experts, out, in] or [experts, in, out].
     """
 
     num: int
@@ -56,10 +74,29 @@ class ExpertsConfig:
     has_correction: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
+    clamped_gate: ClampedGate | None = None
     scales_input: bool = False
     shared_size: int | None = None
     has_shared_gate: bool = False
-    is_fused: bool = False
+    layout: ExpertLayout = "each"
+
+    def fitted_to(self, shapes: Mapping[str, tuple[int, ...]], width: int) -> Self:
+        """Return the configuration with the layout of a checkpoint's tensors.
+
+        `width` is that of the residual stream. Without tensors of the common names, it stays.
+        """
+        if any(".experts.0." in name for name in shapes):
+            return replace(self, layout="each")
+        width = self.latent_size or width
+        down = next((n for n in shapes if n.endswith(".experts.down_proj")), None)
+        if down is None:
+            return self
+        # One of the two products at least has other sizes of inputs than of outputs.
+        gate_up = shapes.get(f"{down.removesuffix('down_proj')}gate_up_proj", ())
+        is_out_in = shapes[down][1:] == (width, self.size)
+        if width == self.size:
+            is_out_in = gate_up[1:] in ((2 * self.size, width), ())
+        return replace(self, layout="out_in" if is_out_in else "in_out")
 
 
 def choose(

@@ -58,6 +58,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     distance_bias: Float[Array, "q_heads distances"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     max_query_length: int | None = None,
@@ -79,6 +80,8 @@ def paged_attention(
       alibi_slopes: float32 [q_heads]; adds slope * (key position - query position).
       distance_bias: float32 [q_heads, distances]; adds the entry of the distance from the key to
         the query, or the last entry for longer distances (T5's relative positions).
+      sinks: float32 [q_heads], a logit of each head that joins the softmax like that of a key whose
+        value is zero (Xiao et al., "Attention sinks", arXiv:2309.17453, section 3.3).
       k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], the factors of quantized
         pages (int8, float8); both or none.
       max_query_length: static bound on `rows.query_length`. 1 means a decode batch, in which token
@@ -94,7 +97,8 @@ def paged_attention(
     Raises:
       NotImplementedError, ValueError: see `dispatch`.
     """
-    _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
+    _check_shapes(q, k_pages, v_pages, rows, max_query_length)
+    _check_heads(q, alibi_slopes=alibi_slopes, sinks=sinks)
     _check_bias(q, distance_bias)
     _check_scales(k_pages, k_scales, v_scales)
     return dispatch.call(
@@ -112,6 +116,7 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         distance_bias=distance_bias,
+        sinks=sinks,
         k_scales=k_scales,
         v_scales=v_scales,
         max_query_length=max_query_length,
@@ -124,7 +129,6 @@ def _check_shapes(
     k_pages: jax.Array,
     v_pages: jax.Array,
     rows: Rows,
-    alibi_slopes: jax.Array | None,
     max_query_length: int | None,
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
@@ -149,15 +153,19 @@ def _check_shapes(
             f"rows of {shapes} and page_table{rows.page_table.shape} do not fit; pass four times "
             "[rows] and [rows, pages]"
         )
-    if alibi_slopes is not None and alibi_slopes.shape != q.shape[1:2]:
-        raise ValueError(
-            f"alibi_slopes{alibi_slopes.shape} do not fit; pass one per query head, [{q.shape[1]}]"
-        )
     if max_query_length == 1 and q.shape[0] != rows.query_length.shape[0]:
         raise ValueError(
             f"max_query_length=1 needs one token per row, but there are {q.shape[0]} tokens and "
             f"{rows.query_length.shape[0]} rows"
         )
+
+
+def _check_heads(q: jax.Array, **by_head: jax.Array | None) -> None:
+    for name, given in by_head.items():
+        if given is not None and given.shape != q.shape[1:2]:
+            raise ValueError(
+                f"{name}{given.shape} do not fit; pass one per query head, [{q.shape[1]}]"
+            )
 
 
 def _check_bias(q: jax.Array, distance_bias: jax.Array | None) -> None:

@@ -61,6 +61,7 @@ struct Problem {
   const int32_t *query_start, *query_length, *first_position, *context_length, *page_table;
   const float* slopes;  // [heads], or null
   const float* biases;  // [heads, distances], or null
+  const float* sinks;   // [heads], or null
   float* out;           // [tokens, heads, head_dim]
   int64_t tokens, heads, kv_heads, group, head_dim, num_pages, page_size, rows, table_width;
   float scale, soft_cap;  // soft_cap 0: none
@@ -273,7 +274,11 @@ void attend(const Problem& p, const Item& item, const Item* after) {
   for (int h = 0; h < item.heads; ++h)
     for (int m = 0; m < count; ++m) {
       const int64_t head = (item.kv_head + h) * p.group + m % p.group;
-      const float weight = sum<W>(load<W>(totals + (h * count + m) * W));
+      float weight = sum<W>(load<W>(totals + (h * count + m) * W));
+      if (p.sinks) {  // past e^88, the share of the keys is 0 in any case
+        const float above = std::min(p.sinks[head] - maxima[h * count + m], 88.0f);
+        weight += exponential<W>(Float<W>{} + above)[0];
+      }
       const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros if no key is seen
       const float* from = all_out + (h * count + m) * dim;
       float* to = p.out + ((token + m / p.group) * p.heads + head) * dim;
@@ -359,13 +364,13 @@ using Scales = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Table = ffi::Buffer<ffi::S32, 2>;
 using Scalar = ffi::Buffer<ffi::S32, 0>;
-using Slopes = ffi::Buffer<ffi::F32, 1>;
+using ByHead = ffi::Buffer<ffi::F32, 1>;
 
 ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            Scales k_scales, Scales v_scales, Scalar layer, Ints query_start,
                            Ints query_length, Ints first_position, Ints context_length,
-                           Table page_table, Slopes slopes, ffi::Result<Tokens> out, float scale,
-                           float soft_cap, int32_t window) {
+                           Table page_table, ByHead slopes, ByHead sinks,
+                           ffi::Result<Tokens> out, float scale, float soft_cap, int32_t window) {
   const auto cache = k.dimensions();  // [layers, pages, kv_heads, page_size, head_dim]
   const int64_t at = *layer.typed_data();
   if (at < 0 || at >= cache[0])
@@ -391,6 +396,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
   p.slopes = a_head == 1 ? slopes.typed_data() : nullptr;
   p.biases = a_head > 1 ? slopes.typed_data() : nullptr;
   p.distances = a_head;
+  p.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   p.out = out->typed_data();
   p.tokens = q.dimensions()[0];
   p.heads = q.dimensions()[1];

@@ -58,6 +58,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
         rows.context_length.astype(jnp.int32),
         rows.page_table.astype(jnp.int32),
         _bias(call.alibi_slopes, call.distance_bias, nothing),
+        nothing if call.sinks is None else call.sinks.astype(jnp.float32),
         scale=np.float32(call.scale),
         soft_cap=np.float32(call.soft_cap or 0.0),
         window=np.int32(window or 0),

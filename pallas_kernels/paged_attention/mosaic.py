@@ -44,6 +44,8 @@ def paged_attention(
         raise NotImplementedError("it does not support ALiBi")
     if call.distance_bias is not None:
         raise NotImplementedError("it has no bias by distance")
+    if call.sinks is not None:
+        raise NotImplementedError("it has no attention sinks")
     if call.scale <= 0.0:
         raise NotImplementedError(f"it needs a positive scale of the logits, not {call.scale}")
     _check_types(call.q, call.k_pages, call.sliding_window)

@@ -52,6 +52,7 @@ class AttentionCall:
     soft_cap: float | None
     alibi_slopes: Float[Array, " q_heads"] | None
     distance_bias: Float[Array, "q_heads distances"] | None
+    sinks: Float[Array, " q_heads"] | None
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
     max_query_length: int | None

@@ -28,6 +28,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
     )
     slopes = None if call.alibi_slopes is None else np.asarray(call.alibi_slopes, np.float64)
     biases = None if call.distance_bias is None else np.asarray(call.distance_bias, np.float64)
+    sinks = None if call.sinks is None else np.asarray(call.sinks, np.float64)
     window, soft_cap = call.sliding_window, call.soft_cap
     page_size = keys.shape[2]
     group = queries.shape[1] // keys.shape[1]
@@ -53,6 +54,8 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
                 if biases is not None:
                     bias = biases[head]
                     logits = logits + bias[np.minimum(position - seen, bias.size - 1)]
-                weights = np.exp(logits - logits.max())
-                out[token, head] = (weights / weights.sum()) @ v
+                most = logits.max() if sinks is None else max(logits.max(), sinks[head])
+                weights = np.exp(logits - most)
+                total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - most))
+                out[token, head] = (weights / total) @ v
     return jnp.asarray(out, call.q.dtype)

@@ -58,6 +58,7 @@ def paged_attention(
         k_scales=flat(call.k_scales),
         v_scales=flat(call.v_scales),
         slopes=None if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
+        sinks=None if call.sinks is None else call.sinks.astype(jnp.float32),
     )
     launches = tiling.launches_for(
         q.dtype,
@@ -91,7 +92,7 @@ def paged_attention(
             (*shape, tiling.split_rows, head_dim),
             (*shape, 2, tiling.split_rows),
         )
-        partials = (operands.counts, operands.rows, values, sums)
+        partials = (operands.counts, operands.rows, values, sums, operands.sinks)
         (out,) = kernels.call(merge_kernel, plan.merges, partials, out, launches.merge)
     return out
 
@@ -118,7 +119,7 @@ def merge(
         interpret=interpret,
         is_turned=True,
     )
-    partials = (plan.counts, _kernel_rows(rows, is_decode=is_decode), values, sums)
+    partials = (plan.counts, _kernel_rows(rows, is_decode=is_decode), values, sums, None)
     (merged,) = kernels.call(merge_kernel, plan.merges, partials, out, tiling.launches.merge)
     return merged
 
@@ -189,6 +190,7 @@ class Operands:
     k_scales: Any  # float32 [layers * pages, kv_heads, page_size], or None
     v_scales: Any
     slopes: Any  # float32 [q_heads], or None
+    sinks: Any  # float32 [q_heads], or None
 
 
 @final
@@ -296,9 +298,12 @@ class _Queries:
         self.at = (token[:, None], self.head[:, None], lane[None, :])
         self.mask = self.is_used[:, None] & (lane < kernels.head_dim)[None, :]
 
-    def store(self, out_ref: Any, softmax: Softmax, mask: Any = True) -> None:
+    def store(self, out_ref: Any, sinks_ref: Any, softmax: Softmax, mask: Any = True) -> None:
         """Write the queries' output; zeros for queries that see no key."""
-        _, total, values = softmax
+        maximum, total, values = softmax
+        if sinks_ref is not None:
+            sinks = triton.load(sinks_ref.at[self.head], mask=self.is_used, other=0.0)
+            total = total + jnp.exp2(sinks * math.log2(math.e) - maximum)
         out = values / jnp.where(total == 0.0, 1.0, total)[:, None]
         triton.store(out_ref.at[self.at], out.astype(out_ref.dtype), mask=self.mask & mask)
 
@@ -407,7 +412,7 @@ def tile_kernel(
     def one(item: jax.Array) -> None:
         queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
         softmax = _attend(kernels, queries, operands, given_ref)(queries.begin, queries.end)
-        queries.store(out_ref, softmax)
+        queries.store(out_ref, operands.sinks, softmax)
 
     kernels.for_each_item(operands.counts[0], one)
 
@@ -446,7 +451,7 @@ def split_kernel(
             return _merged(softmax, new)
 
         softmax = lax.fori_loop(begin, end, one_split, _nothing(num_rows, kernels.width))
-        queries.store(out_ref, softmax, is_direct)
+        queries.store(out_ref, operands.sinks, softmax, is_direct)
 
     kernels.for_each_item(operands.counts[1], one)
 
@@ -454,11 +459,11 @@ def split_kernel(
 def merge_kernel(
     kernels: Kernels,
     items_ref: Any,  # int32 [merges, 5]
-    operands: Any,  # counts, rows, and the partial results as above
+    operands: Any,  # counts, rows, the partial results as above, and sinks
     _: Any,
     out_ref: Any,  # [tokens, q_heads, head_dim]
 ) -> None:
-    counts_ref, rows, values_ref, sums_ref = operands
+    counts_ref, rows, values_ref, sums_ref, sinks_ref = operands
     num_rows, head = kernels.tiling.split_rows, pl.program_id(1)
     at_once = max(1, _MERGED_ROWS // num_rows)
     number = jnp.arange(num_rows, dtype=jnp.int32)
@@ -487,6 +492,6 @@ def merge_kernel(
 
         rounds = (num_partials + at_once - 1) // at_once
         softmax = lax.fori_loop(0, rounds, several, _nothing(num_rows, kernels.width))
-        queries.store(out_ref, softmax)
+        queries.store(out_ref, sinks_ref, softmax)
 
     kernels.for_each_item(counts_ref[2], one)

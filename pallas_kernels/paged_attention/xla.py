@@ -34,7 +34,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
     tokens, num_heads, head_dim = q.shape
     kv_heads = call.k_pages.shape[2]
     shape = (kv_heads, num_heads // kv_heads)
-    slopes, bias = call.alibi_slopes, call.distance_bias
+    slopes, bias, sinks = call.alibi_slopes, call.distance_bias, call.sinks
     attend = partial(
         _attend,
         k_pages=call.k_pages,
@@ -45,6 +45,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
             call.soft_cap,
             None if slopes is None else slopes.astype(jnp.float32).reshape(shape),
             None if bias is None else bias.astype(jnp.float32).reshape(*shape, -1),
+            None if sinks is None else sinks.astype(jnp.float32).reshape(shape),
             call.k_scales,
             call.v_scales,
         ),
@@ -61,6 +62,7 @@ class _Options:
     soft_cap: float | None
     alibi_slopes: Float32[Array, "kv_heads group"] | None
     distance_bias: Float32[Array, "kv_heads group distances"] | None
+    sinks: Float32[Array, "kv_heads group"] | None
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
 
@@ -241,6 +243,9 @@ def _attend(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, total, weighted = lax.fori_loop(first_split, end_split, one_split, initial)
+    maximum, total, weighted = lax.fori_loop(first_split, end_split, one_split, initial)
+    if options.sinks is not None:
+        # Infinite if the sink outweighs all keys by more than float32 holds; then the rest is 0.
+        total += jnp.exp(options.sinks[:, :, None] - maximum)
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
     return jnp.moveaxis(out, 3, 1)

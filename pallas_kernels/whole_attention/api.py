@@ -25,6 +25,7 @@ def whole_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: tuple[float, ...] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Compute causal grouped-query attention of whole sequences; differentiable.
@@ -35,7 +36,7 @@ def whole_attention(
       tables: cosines and sines of the tokens' positions, as in `rotate_and_write`; None for no
         rotation.
       length: length of each sequence.
-      scale, sliding_window, soft_cap, alibi_slopes: as in `paged_attention`.
+      scale, sliding_window, soft_cap, alibi_slopes, sinks: as in `paged_attention`.
       implementation: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.
 
@@ -63,4 +64,5 @@ def whole_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )

@@ -39,6 +39,7 @@ def whole_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: tuple[float, ...] | None,
+    sinks: Float[Array, " q_heads"] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     if qkv.size == 0:
         raise NotImplementedError(f"qkv{qkv.shape} is empty")
@@ -49,7 +50,7 @@ def whole_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
     )
-    return _attention(options, qkv, tables)
+    return _attention(options, qkv, tables, sinks)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -57,6 +58,7 @@ def _attention(
     options: _Options,
     qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
+    sinks: Float[Array, " q_heads"] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     tokens, kv_heads, _, head_dim = qkv.shape
     num_sequences, pages_each = tokens // options.length, -(-options.length // _PAGE_SIZE)
@@ -94,6 +96,7 @@ def _attention(
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
         alibi_slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
+        sinks=sinks,
         implementation="cpu",
     )
 
@@ -101,12 +104,12 @@ def _attention(
 @_attention.defjvp
 def _derivative(
     options: _Options,
-    values: tuple[jax.Array, RopeTables | None],
-    tangents: tuple[jax.Array, RopeTables | None],
+    values: tuple[jax.Array, RopeTables | None, jax.Array | None],
+    tangents: tuple[jax.Array, RopeTables | None, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's operations, which XLA can transpose."""
 
-    def attend(qkv: jax.Array, tables: RopeTables | None) -> jax.Array:
+    def attend(qkv: jax.Array, tables: RopeTables | None, sinks: jax.Array | None) -> jax.Array:
         return xla.whole_attention(
             qkv,
             tables,
@@ -115,6 +118,7 @@ def _derivative(
             sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
             alibi_slopes=options.alibi_slopes,
+            sinks=sinks,
         )
 
     return _attention(options, *values), jax.jvp(attend, values, tangents)[1]

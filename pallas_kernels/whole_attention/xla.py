@@ -18,6 +18,7 @@ def whole_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: tuple[float, ...] | None,
+    sinks: Float[Array, " q_heads"] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     tokens, kv_heads, columns, head_dim = qkv.shape
     group = columns - 2
@@ -40,5 +41,10 @@ def whole_attention(
     seen = back >= 0
     if sliding_window is not None:
         seen &= back < sliding_window
-    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, sink], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :length].astype(v.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, -1, head_dim)

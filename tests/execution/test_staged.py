@@ -80,9 +80,9 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("variant", ["opt_350m", "gemma3"])
+@pytest.mark.parametrize("variant", ["opt_350m", "gemma3", "qwen2_moe"])
 def test_every_end_finds_its_stage(variant, tmp_path):
-    """Tied embeddings, learned positions, projections and windows by layer are read onto stages."""
+    """Tied embeddings, learned positions, projections, and layers that differ are on stages."""
     write_checkpoint(variant, tmp_path)
     prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 20))]
     params = SamplingParams(max_tokens=6)

@@ -17,7 +17,7 @@ from tests.models.hf_checkpoints import VARIANTS
 RANK, SCALE = 3, 0.7
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none"}
 # Families that name, order and transpose their matrices differently.
-FAMILIES = ("llama", "qwen3_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
+FAMILIES = ("llama", "qwen3_moe", "qwen2_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
 # Families with recurrent layers, which serve merged adapters only.
 RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next", "nemotron_h")
 
@@ -59,8 +59,8 @@ def checkpoint_of(config, rng) -> dict[str, np.ndarray]:
 
 def _is_adapted(name: str, array: np.ndarray) -> bool:
     """Return whether a tensor is a matrix of a layer, and neither an expert's nor a router's."""
-    in_layer = any(f".{layer}." in name for layer in range(2))
-    others = ("expert", "gate.weight", "norm", "router")
+    in_layer = any(f".{layer}." in name for layer in range(3))
+    others = (".experts.", "gate.weight", "norm", "router")
     return in_layer and array.ndim == 2 and not any(part in name for part in others)
 
 

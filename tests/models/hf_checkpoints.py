@@ -255,7 +255,7 @@ _OTHERS = {
     ),
     "mixtral": (
         "MixtralConfig",
-        dict(**_SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=9),
+        dict(**_SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=9),
         {},
     ),
     "qwen3_moe": (
@@ -267,6 +267,33 @@ _OTHERS = {
             num_experts_per_tok=3,
             moe_intermediate_size=20,
             norm_topk_prob=True,
+        ),
+        {},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            shared_expert_intermediate_size=28,
+            mlp_only_layers=[1],
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=2,
+        ),
+        {},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(
+            **_SIZES,
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            swiglu_limit=1.5,
         ),
         {},
     ),
@@ -459,9 +486,9 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
     torch.manual_seed(7)
     config = getattr(transformers, config_class)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         # Biases and norms are initialized with constants, which would hide an error.
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or name.endswith("bias"):
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # likewise

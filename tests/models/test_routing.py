@@ -63,3 +63,18 @@ def test_sigmoids_of_zero_have_finite_gates():
     config = ExpertsConfig(num=NUM, size=1, per_token=3, scores="sigmoid")
     gates, _ = choose(jnp.full((1, NUM), -1e4), config)
     np.testing.assert_array_equal(gates, 0)
+
+
+@pytest.mark.parametrize("size", [5, 10, 20])
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_the_layout_of_fused_tensors_is_that_of_their_shapes(size, layout):
+    """One of the two tensors is not square: for a width of 10, neither, the first or the second."""
+    gate_up, down = (NUM, 10, 2 * size), (NUM, size, 10)
+    if layout == "out_in":
+        gate_up, down = (NUM, 2 * size, 10), (NUM, 10, size)
+    shapes = {"mlp.experts.down_proj": down, "mlp.experts.gate_up_proj": gate_up}
+    config = ExpertsConfig(num=NUM, size=size, per_token=3)
+    assert config.fitted_to(shapes, 10).layout == layout
+    each = {"model.layers.1.mlp.experts.0.down_proj.weight": (10, size)}
+    assert config.fitted_to(shapes, 10).fitted_to(each, 10).layout == "each"
+    assert config.fitted_to({}, 10) == config

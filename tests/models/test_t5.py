@@ -187,9 +187,9 @@ def test_versions_differ_as_in_transformers():
     assert not flan.scales_logits and not flan.tie_word_embeddings and flan.is_gated
     assert (flan.activation, flan.head_dim, flan.hidden_size) == ("gelu_new", 64, 512)
     new = config_from_hf(_FLAN | dict(tie_word_embeddings=True, scale_decoder_outputs=False))
-    assert not new.fitted_to(["lm_head.weight"]).tie_word_embeddings
-    assert new.fitted_to(["shared.weight"]).tie_word_embeddings
-    assert small.fitted_to(["lm_head.weight"]).tie_word_embeddings
+    assert not new.fitted_to({"lm_head.weight": (9, 4)}).tie_word_embeddings
+    assert new.fitted_to({"shared.weight": (9, 4)}).tie_word_embeddings
+    assert small.fitted_to({"lm_head.weight": (9, 4)}).tie_word_embeddings
     mt5 = config_from_hf(_FLAN | dict(model_type="mt5", tie_word_embeddings=True))
     assert isinstance(mt5, T5Config) and not mt5.scales_logits
     uneven = config_from_hf(_SMALL | dict(num_decoder_layers=2, decoder_start_token_id=None))

@@ -95,6 +95,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _WIDE | _DELTA_RULE | {"rope_parameters": _ROTATION | {"mrope_interleaved": True}},
         _QWEN_TOWER,
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        _WIDE
+        | dict(
+            rope_parameters=_ROTATION | {"mrope_interleaved": True},
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,  # of square matrices as gates and ups
+            mlp_only_layers=[1],
+        ),
+        _QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    ),
 }
 
 

@@ -185,6 +185,7 @@ def test_what_is_refused():
     refused("not for cpu", implementation="mosaic")
     refused("a plan of the batch", work=None)
     refused("does not support ALiBi", alibi_slopes=jnp.ones(2))
+    refused("no attention sinks", sinks=jnp.ones(2))
     refused("a positive scale", scale=-1.0)
     refused("sees nothing", sliding_window=0)
     refused("not float32 and bfloat16", q=q.astype(jnp.float32))

@@ -22,7 +22,8 @@ OPTIONS = {
     "window": dict(sliding_window=6),
     "soft_cap": dict(soft_cap=1.5, scale=0.7),
     "alibi": dict(alibi=True),
-    "all": dict(sliding_window=19, soft_cap=2.0, alibi=True),
+    "sinks": dict(sinks=True),
+    "all": dict(sliding_window=19, soft_cap=2.0, alibi=True, sinks=True),
 }
 
 
@@ -55,6 +56,8 @@ def _options(name: str, shape: AttentionShape) -> dict:
     options = dict(OPTIONS[name])
     if options.pop("alibi", False):
         options["alibi_slopes"] = jnp.linspace(0.05, 0.4, shape.num_heads)
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.linspace(-3.0, 4.0, shape.num_heads)
     return options
 
 
@@ -112,6 +115,18 @@ def test_random_ragged_batches(attention, seed):
     )
     name = str(random.choice(list(OPTIONS)))
     _check(attention, make_inputs(shape, seed, padding=3), **_options(name, shape))
+
+
+@pytest.mark.parametrize("sink", [-1e9, -200.0, 200.0, 1e9])
+def test_sinks_may_be_far_from_the_logits(attention, sink):
+    """A low sink changes nothing, and a high one leaves zeros; neither overflows."""
+    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)
+    work = _plan(q, k_pages, rows, 1)
+    attend = partial(attention, q, k_pages, v_pages, 1, rows, max_query_length=1, plan=work)
+    is_used = np.asarray(rows.query_length) > 0
+    got = np.asarray(attend(sinks=jnp.full(q.shape[1], sink)))[is_used]
+    wanted = np.asarray(attend())[is_used] if sink < 0 else np.zeros_like(got)
+    np.testing.assert_allclose(got, wanted, atol=1e-30)
 
 
 @pytest.mark.parametrize("max_query_length", some([None, 1]))
@@ -465,6 +480,8 @@ def test_contradictory_shapes_are_refused():
         paged_attention(q, k_pages[:, :, :, :0], v_pages[:, :, :, :0], 0, rows)
     with pytest.raises(ValueError, match="alibi_slopes"):
         paged_attention(q, k_pages, v_pages, 0, rows, alibi_slopes=jnp.ones(3))
+    with pytest.raises(ValueError, match="sinks"):
+        paged_attention(q, k_pages, v_pages, 0, rows, sinks=jnp.ones(3))
     with pytest.raises(ValueError, match="four times"):
         short = dataclasses.replace(rows, context_length=rows.context_length[:-1])
         paged_attention(q, k_pages, v_pages, 0, short)

@@ -48,8 +48,9 @@ def _draw(
         dict(sliding_window=7),
         dict(soft_cap=3.0),
         dict(alibi_slopes=(0.5, 0.25, 0.1, 0.7, 0.3, 0.01)),
+        dict(sinks=jnp.linspace(-2.0, 3.0, SHAPE[0] * SHAPE[1])),
     ],
-    ids=["plain", "scale", "window", "cap", "alibi"],
+    ids=["plain", "scale", "window", "cap", "alibi", "sinks"],
 )
 @pytest.mark.parametrize("is_rotated", some([False, True]))
 def test_kernels_agree_with_xla(options: dict[str, Any], is_rotated):

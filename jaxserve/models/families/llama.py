@@ -237,6 +237,7 @@ def attention_weights(
         ),
         "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "d"),
         "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "d"),
+        "blocks.attention.sinks": Weight.of(attention + "sinks", "k g", "(k g)"),
         "blocks.attention.wo": Weight.of(attention + "o_proj.weight", "k g d e", "e (k g d)"),
         "blocks.attention.bo": Weight.of(attention + "o_proj.bias"),
         "blocks.mlp_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),

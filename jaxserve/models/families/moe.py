@@ -1,9 +1,13 @@
-"""Mixtral and Qwen3-MoE: Llama's layers with a mixture of experts instead of the MLP."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and the text of Qwen3-VL-MoE.
+
+Their layers are Llama's, with a mixture of experts instead of the MLP in all or some.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, MLPKind, check_is
@@ -23,6 +27,8 @@ from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
+# Which layers of Qwen's models have experts.
+_SPARSE = dict(decoder_sparse_step=1, mlp_only_layers=None)
 _FIELDS = {
     "mixtral": Fields(
         ROTARY_FIELDS
@@ -41,8 +47,33 @@ _FIELDS = {
         ),
         aliases={"num_experts": "num_local_experts"},
     ),
+    "qwen2_moe": Fields(
+        ROTARY_FIELDS
+        | _SPARSE
+        | dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=32768,
+            qkv_bias=True,
+            use_sliding_window=False,
+            sliding_window=4096,
+            max_window_layers=28,
+            layer_types=None,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            norm_topk_prob=False,
+        ),
+        nullable=("num_key_value_heads", "sliding_window"),
+    ),
     "qwen3_moe": Fields(
         ROTARY_FIELDS
+        | _SPARSE
         | dict(
             vocab_size=151936,
             hidden_size=2048,
@@ -53,8 +84,6 @@ _FIELDS = {
             attention_bias=False,
             use_sliding_window=False,
             sliding_window=4096,
-            decoder_sparse_step=1,
-            mlp_only_layers=None,
             moe_intermediate_size=768,
             num_experts=128,
             num_experts_per_tok=8,
@@ -63,46 +92,107 @@ _FIELDS = {
         nullable=("sliding_window",),
         aliases={"num_local_experts": "num_experts"},
     ),
+    "qwen3_vl_moe_text": Fields(
+        ROTARY_FIELDS
+        | _SPARSE
+        | dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=128000,
+            rope_theta=5e5,
+            attention_bias=False,
+            moe_intermediate_size=1408,
+            num_experts=60,
+            num_experts_per_tok=4,
+            tie_word_embeddings=True,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
 }
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(DecoderConfig):
-    """Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388)."""
+    """Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388)."""
 
     rope: Rope | None = Rope()
     expert_names: ExpertNames = ExpertNames()
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        given = _FIELDS[given["model_type"]].read(given)
+        kind = given["model_type"]
+        given = _FIELDS[kind].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
-        fields = rotary_decoder_fields(given)
-        if given["model_type"] == "mixtral":
-            return cls(
-                **fields,
-                experts=ExpertsConfig(
-                    num=given["num_local_experts"],
-                    size=given["intermediate_size"],
-                    per_token=given["num_experts_per_tok"],
-                ),
-                expert_names=_MIXTRAL_NAMES,
-            )
-        bias = bool(given["attention_bias"])
-        return cls(
-            **fields,
-            qkv_bias=bias,
-            o_bias=bias,
-            qk_norm=True,
-            experts=ExpertsConfig(
-                num=given["num_experts"],
-                size=given["moe_intermediate_size"],
-                per_token=given["num_experts_per_tok"],
-                normalises_gates=bool(given["norm_topk_prob"]),
-            ),
-            mlp_kinds=sparse_layers(given),
-        )
+        return cls(**_READERS[kind](given))
+
+
+def _mixtral(given: dict[str, Any]) -> dict[str, Any]:
+    return rotary_decoder_fields(given) | dict(
+        experts=ExpertsConfig(
+            num=given["num_local_experts"],
+            size=given["intermediate_size"],
+            per_token=given["num_experts_per_tok"],
+        ),
+        expert_names=_MIXTRAL_NAMES,
+    )
+
+
+def _qwen2(given: dict[str, Any]) -> dict[str, Any]:
+    if given["layer_types"] is None:
+        num_layers, last = given["num_hidden_layers"], given["max_window_layers"]
+        given["layer_types"] = [
+            "sliding_attention" if i % 2 == 0 and i < last else "full_attention"
+            for i in range(num_layers)
+        ]
+    experts = replace(
+        qwen_experts(given),
+        shared_size=given["shared_expert_intermediate_size"],
+        has_shared_gate=True,
+    )
+    return rotary_decoder_fields(given) | dict(
+        qkv_bias=bool(given["qkv_bias"]), experts=experts, mlp_kinds=sparse_layers(given)
+    )
+
+
+def _qwen3(given: dict[str, Any]) -> dict[str, Any]:
+    bias = bool(given["attention_bias"])
+    return rotary_decoder_fields(given) | dict(
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        experts=qwen_experts(given),
+        mlp_kinds=sparse_layers(given),
+    )
+
+
+def _qwen3_vl(given: dict[str, Any]) -> dict[str, Any]:
+    fields = _qwen3({**given, "norm_topk_prob": True})
+    return fields | {"experts": replace(fields["experts"], layout="in_out")}
+
+
+_READERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType(
+    {
+        "mixtral": _mixtral,
+        "qwen2_moe": _qwen2,
+        "qwen3_moe": _qwen3,
+        "qwen3_vl_moe_text": _qwen3_vl,
+    }
+)
+
+
+def qwen_experts(given: Mapping[str, Any]) -> ExpertsConfig:
+    """Return the experts of Qwen's models, without shared ones."""
+    return ExpertsConfig(
+        num=given["num_experts"],
+        size=given["moe_intermediate_size"],
+        per_token=given["num_experts_per_tok"],
+        normalises_gates=bool(given["norm_topk_prob"]),
+    )
 
 
 def sparse_layers(given: Mapping[str, Any]) -> tuple[MLPKind, ...]:

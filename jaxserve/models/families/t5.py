@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.config import BY_LAYER, DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, added
 from jaxserve.models.family import Family
@@ -109,16 +109,16 @@ class T5Config(DecoderConfig):
 
     @property
     def encoder(self) -> Self:
-        each = dict.fromkeys(("sliding_windows", "layer_kinds", "mlp_kinds"), ())
-        return replace(self, num_layers=self.num_encoder_layers, **each)
+        by_layer: dict[str, Any] = dict.fromkeys(BY_LAYER, ())
+        return replace(self, num_layers=self.num_encoder_layers, **by_layer)
 
-    def fitted_to(self, tensors: Collection[str]) -> Self:
+    def fitted_to(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
         """Correct the tie: transformers 5 writes that all models tie, whether they do or not.
 
         From version 1.1 on, a checkpoint has a head of its own exactly if it is not tied.
         """
         return (
-            self if self.scales_logits else replace(self, tie_word_embeddings=_HEAD not in tensors)
+            self if self.scales_logits else replace(self, tie_word_embeddings=_HEAD not in shapes)
         )
 
     @classmethod
