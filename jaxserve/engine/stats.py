@@ -5,14 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.metrics import BoundOutcome
 from jaxserve.core.sampling_params import BOUND_NAMES
-from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:  # records, which this module is read for, load no JAX
+    from jaxserve.execution.executor import StepHandle
 
 # Upper bounds of the ranges by which iterations are counted; those of vLLM's histogram.
 ITERATION_TOKENS = (1, *(2**n for n in range(3, 15)))
