@@ -1,4 +1,4 @@
-"""Models in GGUF files: the header, the blocks of quantised tensors, and a Llama family's weights.
+"""Models in GGUF files: the header, the blocks of quantised tensors, and the weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 Blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, final
@@ -20,7 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
 from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
-from jaxserve.models.rope import MAGNITUDE, RopeScaling, inverse_frequencies
+from jaxserve.models.families import config_from_hf, family_of
+from jaxserve.models.gguf_architectures import Facts, config_of
 
 Rows = UInt8[np.ndarray, "*rows row_bytes"]
 Part = Literal["codes", "scales", "minima"]
@@ -372,42 +373,26 @@ class GGUFFile:
         return strings
 
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
 _PLAIN_DTYPES = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "F64": np.dtype("<f8"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_TOP_LEVEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Tables of the rotary embedding, whose parameters are in the metadata or recovered from it.
-_ROPE_TABLES = ("rope_freqs.weight", "attn_rot_embd.weight")
+_ROPE_TABLES = (
+    "rope_freqs.weight",
+    "attn_rot_embd.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 
 
 @final
 class GGUFSource:
     """A `WeightSource` over one GGUF file, which reads one tensor at a time.
 
-    llama.cpp stores the query and key projections of the `llama` architecture with their rows
-    permuted (rotation by neighbouring pairs); `read` returns them in Hugging Face order.
+    llama.cpp's names, orders of rows and shapes become those of Hugging Face (`Architecture`).
 
     Attributes:
       where: the path, for error messages.
@@ -416,15 +401,17 @@ class GGUFSource:
 
     Raises:
       CheckpointError: not a GGUF file, cut off, damaged, or without a key that it needs.
-      UnsupportedModelError: another architecture, or tensors that no family uses.
-      MissingExtraError: quantised tensors, and the `gguf` package is not installed.
+      UnsupportedModelError: another architecture, or tensors that its family does not use.
+      MissingExtraError: the `gguf` package is not installed.
     """
 
     def __init__(self, path: str | Path):
         self.where = str(path)
         self.file = GGUFFile(path)
+        self._facts = Facts(self.where, self.file.metadata, self._shapes_in_file())
+        self._architecture = self._facts.architecture
+        self.config: Mapping[str, Any] = config_of(self._facts, self._rope_factors())
         self._tensors = self._named()
-        self.config: Mapping[str, Any] = self._recovered_config()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
@@ -444,7 +431,10 @@ class GGUFSource:
         Raises:
           CheckpointError: no such tensor, or its blocks cannot be dequantised.
         """
-        return self.read_as(self._dequantised, name, index)
+        values = self.read_as(self._dequantised, name, index)
+        if name.endswith("norm.weight") and self._architecture.norm_shift:
+            return values - np.asarray(self._architecture.norm_shift, values.dtype)
+        return values
 
     def read_as(
         self,
@@ -469,32 +459,37 @@ class GGUFSource:
         picked = rows[first] if order is None else rows[order[first]]
         return decode(info, picked)[(slice(None), *index[1:])]
 
+    def _shapes_in_file(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self.file.tensors.items()}
+
     def _named(self) -> dict[str, TensorInfo]:
-        tensors, unknown = {}, []
-        for name, info in self.file.tensors.items():
-            if name.endswith(_ROPE_TABLES):
-                continue
-            renamed = _hugging_face_name(name)
-            if renamed is None:
-                unknown.append(name)
-            else:
-                tensors[renamed] = info
-        architecture = self.file.metadata.get("general.architecture")
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.where} is of architecture {architecture!r}; GGUF files of "
-                f"{SUPPORTED_ARCHITECTURES} are supported"
-            )
+        """Return the tensors by the Hugging Face names that the model's family reads."""
+        config = config_from_hf(self.config)
+        names = {
+            tensor.name.format(layer=layer)
+            for weight in family_of(config).weights(config).values()
+            for tensor in weight.tensors
+            for layer in range(config.num_layers)
+        }
+        translate = self._architecture.names(self.config, self.where)
+        tensors, used = {}, set()
+        for name in sorted(names):
+            stored = translate(name)
+            info = self.file.tensors.get(stored or "")
+            if info is not None and stored is not None:
+                used.add(stored)
+                tensors[name] = _part_of(info, name)
+        unknown = [n for n in self.file.tensors if not (n in used or n.endswith(_ROPE_TABLES))]
         if unknown:
             raise UnsupportedModelError(
-                f"{self.where} holds tensors that no Llama-family model here uses: "
-                f"{unknown[:8]}{' and more' if len(unknown) > 8 else ''}"
+                f"{self.where} holds tensors that {self.config['model_type']!r} models here do not "
+                f"use: {unknown[:8]}{' and more' if len(unknown) > 8 else ''}"
             )
         return tensors
 
     def _row_order(self, name: str) -> Int[np.ndarray, " rows"] | None:
         """Return the stored row for each row in Hugging Face order; None if the orders agree."""
-        if self.file.metadata["general.architecture"] != "llama":
+        if not self._architecture.rotates_neighbours:
             return None
         kind = re.search(r"self_attn\.([qk])_proj\.", name)
         if kind is None:
@@ -532,130 +527,24 @@ class GGUFSource:
                 "the file is damaged; download or copy it again",
             ) from error
 
-    def _recovered_config(self) -> dict[str, Any]:
-        architecture = str(self.file.metadata["general.architecture"])
-        missing: list[str] = []
-
-        def value(key: str, default: Any = None, *, required: bool = False) -> Any:
-            found = self.file.metadata.get(f"{architecture}.{key}", default)
-            if required and not (isinstance(found, int | float | np.ndarray) and np.all(found > 0)):
-                missing.append(f"metadata key {architecture}.{key} is {found!r}, not above 0")
-            return found
-
-        if value("expert_count", 0):
-            raise UnsupportedModelError(
-                f"{self.where} is a mixture of {value('expert_count')} experts; only dense models "
-                "are supported"
-            )
-        config = {
-            "model_type": architecture,
-            "hidden_size": value("embedding_length", required=True),
-            "intermediate_size": value("feed_forward_length", required=True),
-            "num_hidden_layers": value("block_count", required=True),
-            "num_attention_heads": value("attention.head_count", required=True),
-            "rms_norm_eps": value("attention.layer_norm_rms_epsilon", required=True),
-            "max_position_embeddings": value("context_length", 2048),
-            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+    def _rope_factors(self) -> dict[str, np.ndarray]:
+        """Return the tables of the rotary embedding that the file has, by their names' ends."""
+        return {
+            info.name: self._dequantised(info, self.file.rows(info)).reshape(-1).astype(np.float64)
+            for info in self.file.tensors.values()
+            if info.name.endswith(_ROPE_TABLES)
         }
-        held = {name.split(".")[2] for name in self._tensors if name.startswith("model.layers.")}
-        if config["num_hidden_layers"] != len(held):
-            missing.append(
-                f"{config['num_hidden_layers']} layers are claimed, tensors of {len(held)} are held"
-            )
-        embedding = self._tensors.get("model.embed_tokens.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            missing.append("tensor token_embd.weight is missing or not a matrix")
-        if missing or embedding is None:
-            raise CheckpointError(self.where, missing, "use a complete GGUF file")
-        self._check_uniform(config)
-        heads = config["num_attention_heads"]
-        config["vocab_size"] = embedding.shape[0]
-        config["num_key_value_heads"] = value("attention.head_count_kv", heads)
-        config["head_dim"] = value("attention.key_length", config["hidden_size"] // heads)
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._tensors
-        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in self._tensors
-        self._check_uniform(config)
-        if value("attention.value_length", config["head_dim"]) != config["head_dim"]:
-            raise UnsupportedModelError(
-                f"{self.where}: values of {value('attention.value_length')} a head and keys of "
-                f"{config['head_dim']}; they must be of one size"
-            )
-        window = value("attention.sliding_window")
-        if window:
-            config["sliding_window"] = window
-            config["use_sliding_window"] = True
-            config["max_window_layers"] = 0
-            if architecture == "llama":
-                config["model_type"] = "mistral"
-        config["rope_parameters"] = self._rope(config, value)
-        return config
-
-    def _check_uniform(self, config: Mapping[str, Any]) -> None:
-        varying = [key for key, value in config.items() if isinstance(value, np.ndarray)]
-        if varying:
-            raise UnsupportedModelError(
-                f"{self.where}: {varying} differ from layer to layer; only uniform models are "
-                "supported"
-            )
-
-    def _rope(self, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
-        rotated = value("rope.dimension_count", config["head_dim"])
-        if rotated != config["head_dim"]:
-            raise UnsupportedModelError(
-                f"{self.where} rotates {rotated} of {config['head_dim']} dimensions a head; "
-                "partial rotation is not supported"
-            )
-        # As llama.cpp: a factor without a type is linear, and attn_factor is always applied, in
-        # addition to yarn's own. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
-        # other architectures only.
-        rope: dict[str, Any] = {
-            "rope_theta": value("rope.freq_base", 10000.0),
-            MAGNITUDE: value("rope.scaling.attn_factor", 1.0),
-        }
-        kind = value("rope.scaling.type", "linear")
-        factor = value("rope.scaling.factor") or value("rope.scale_linear") or 1.0
-        is_scaled = kind == "yarn" or (kind != "none" and factor != 1.0)
-        if "rope_freqs.weight" in self.file.tensors:
-            if is_scaled:
-                raise UnsupportedModelError(
-                    f"{self.where} has rope_freqs.weight and scaling of type {kind!r} by {factor}; "
-                    "one of both is supported"
-                )
-            return rope | self._llama3_scaling(config, rope["rope_theta"])
-        if not is_scaled:
-            return rope | {"rope_type": "linear", "factor": 1.0}
-        rope |= {"rope_type": kind, "factor": factor}
-        original = value("rope.scaling.original_context_length")
-        return rope | ({"original_max_position_embeddings": original} if original else {})
-
-    def _llama3_scaling(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-        """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
-        info = self.file.tensors["rope_freqs.weight"]
-        divisors = self._dequantised(info, self.file.rows(info)).reshape(-1).astype(np.float64)
-        plain = inverse_frequencies(config["head_dim"], theta, None)
-        for original in (8192, config["max_position_embeddings"]):
-            scaling = {
-                "rope_type": "llama3",
-                "factor": round(float(divisors.max()), 4),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": original,
-            }
-            llama3 = RopeScaling.from_hf(scaling, original)
-            expected = plain / inverse_frequencies(config["head_dim"], theta, llama3)
-            if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-3):
-                return scaling
-        raise UnsupportedModelError(
-            f"{self.where}: its rope_freqs.weight is not Llama 3's frequency scaling; only that of "
-            "low_freq_factor 1 and high_freq_factor 4 is supported"
-        )
 
 
-def _hugging_face_name(name: str) -> str | None:
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer[2] in _IN_LAYER:
-        return f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{layer[3]}"
-    top = re.fullmatch(r"(\w+)\.(weight|bias)", name)
-    if top and top[1] in _TOP_LEVEL:
-        return f"{_TOP_LEVEL[top[1]]}.{top[2]}"
-    return None
+def _part_of(info: TensorInfo, name: str) -> TensorInfo:
+    """Return the tensor of a Hugging Face name: one expert's of a stack, or with an axis of one."""
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    if expert is not None and len(info.shape) == 3:
+        num_bytes = info.row_bytes * info.shape[1]
+        offset = info.offset + int(expert[1]) * num_bytes
+        return replace(info, shape=info.shape[1:], offset=offset)
+    if name.endswith(".shared_expert_gate.weight"):
+        return replace(info, shape=(1, *info.shape))
+    if name.endswith(".conv.conv.weight"):
+        return replace(info, shape=(info.shape[0], 1, info.shape[1]))
+    return info

@@ -34,7 +34,7 @@ METADATA = {
 }
 
 
-def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Permute q and k as llama.cpp's converter does for the llama architecture."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
@@ -94,9 +94,9 @@ def write_gguf(
         if name == leave_out:
             continue
         if arch == "llama" and ".attn_q." in name:
-            tensor = _permuted(tensor, HEADS)
+            tensor = permuted(tensor, HEADS)
         if arch == "llama" and ".attn_k." in name:
-            tensor = _permuted(tensor, KV_HEADS)
+            tensor = permuted(tensor, KV_HEADS)
         if quantisation is None or tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:

@@ -12,9 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models.batch import AttentionBatch, empty_cache
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, fitted, load_params, under_own_names
 from jaxserve.models.safetensors_source import SafetensorsSource
+from jaxserve.models.weights import WeightSource
 from jaxserve.steps.step_function import Placement
 from pallas_kernels import Rows
 from sharding import state_shardings
@@ -79,7 +81,18 @@ class Server:
         cls, folder: Path, layer_layout="unrolled", mesh=None, kv_dtype: str = "float32"
     ) -> Server:
         config = config_from_hf(json.loads((folder / "config.json").read_text()))
-        source = under_own_names(SafetensorsSource(folder), config)
+        return cls.from_source(SafetensorsSource(folder), config, layer_layout, mesh, kv_dtype)
+
+    @classmethod
+    def from_source(
+        cls,
+        source: WeightSource,
+        config: DecoderConfig,
+        layer_layout="unrolled",
+        mesh=None,
+        kv_dtype: str = "float32",
+    ) -> Server:
+        source = under_own_names(source, config)
         config = fitted(config, source)
         graphdef, abstract = abstract_model(config, layer_layout=layer_layout)
         shardings = None if mesh is None else state_shardings(abstract, mesh)

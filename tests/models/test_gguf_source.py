@@ -251,10 +251,10 @@ def test_two_scalings_at_once_are_refused(path):
 
 def test_what_no_family_implements_is_refused(path):
     """Other architectures, experts, partial rotation and unknown tensors are named."""
-    write_gguf(path, "gemma")
-    with pytest.raises(UnsupportedModelError, match="'gemma'.*llama"):
+    write_gguf(path, "wavtokenizer-dec")
+    with pytest.raises(UnsupportedModelError, match="'wavtokenizer-dec'.*llama"):
         GGUFSource(path)
-    write_gguf(path, expert_count=8)
+    write_gguf(path, "qwen3", expert_count=8)
     with pytest.raises(UnsupportedModelError, match="8 experts"):
         GGUFSource(path)
     write_gguf(path, rope__dimension_count=16)

@@ -8,9 +8,10 @@ from typing import Any, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import (
     ROTARY_FIELDS,
-    Llama,
+    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
@@ -88,9 +89,14 @@ def _rotated_layers(given: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in flags[:num_layers])
 
 
+@final
+class SmolLM3(Decoder):
+    block_class = LlamaBlock
+
+
 FAMILY = Family(
     fields=_FIELDS,
     config=SmolLM3Config,
-    decoder=Llama,
+    decoder=SmolLM3,
     weights=lambda config: attention_weights(config) | mlp_weights(),
 )

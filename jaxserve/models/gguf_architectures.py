@@ -1,0 +1,340 @@
+"""What GGUF files of each architecture say, as fields of a config.json and Hugging Face names.
+
+The converters are llama.cpp's (`conversion/`), and so is the meaning of each key (`src/models/`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, final
+
+import numpy as np
+
+from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
+from jaxserve.models.rope import MAGNITUDE, RopeScaling, inverse_frequencies
+
+Fields = dict[str, Any]
+
+
+@final
+class Facts:
+    """The metadata and the shapes of a GGUF file; `where` names it in errors.
+
+    Raises:
+      UnsupportedModelError: an architecture that is not in `ARCHITECTURES`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        metadata: Mapping[str, object],
+        shapes: Mapping[str, tuple[int, ...]],  # by the file's own names
+    ):
+        self.where = where
+        self.shapes = shapes
+        self._metadata = metadata
+        self.name = str(metadata.get("general.architecture"))
+        if self.name not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{where} is of architecture {self.name!r}; GGUF files of {tuple(ARCHITECTURES)} "
+                "are supported"
+            )
+        self.architecture = ARCHITECTURES[self.name]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture's own."""
+        return self._metadata.get(f"{self.name}.{key}", default)
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.shapes
+
+    def fields(self, **keys: str) -> Fields:
+        """Return the values of those keys that the file has, as fields of the given names."""
+        found = {name: self.value(key) for name, key in keys.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+      model_type: of config.json.
+      more: returns the fields of config.json that only this architecture has, for the file's facts
+        and the fields that all have.
+      keys: such fields that are copied, and their keys.
+      rotates_neighbours: whether rows of queries and keys are permuted, for a rotation of
+        neighbouring pairs.
+      norm_shift: number that the converter adds to the weights of RMS norms.
+      rotates_parts: whether a part of each head may be rotated.
+    """
+
+    model_type: str
+    more: Callable[[Facts, Fields], Fields] = lambda facts, common: {}
+    keys: Mapping[str, str] = field(default_factory=dict)
+    rotates_neighbours: bool = False
+    norm_shift: float = 0.0
+    rotates_parts: bool = False
+
+    def names(self, config: Fields | Mapping[str, Any], where: str) -> Callable[[str], str | None]:
+        """Return the translation of Hugging Face names to the file's, by the package `gguf`."""
+        try:
+            import gguf
+        except ImportError as error:
+            raise MissingExtraError("gguf", "gguf", f"reading {where}") from error
+        own = next(name for name, known in ARCHITECTURES.items() if known is self)
+        kind = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}[own]
+        table = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+
+        def translate(name: str) -> str | None:
+            whole = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name)
+            assert whole is not None, "any text matches"
+            stem, suffix = whole[1], whole[2] or ""
+            found = table.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", stem))
+            return None if found is None else found + suffix
+
+        return translate
+
+
+def _llama(facts: Facts, common: Fields) -> Fields:
+    if facts.value("expert_count", 0):
+        return {"model_type": "mixtral"} | facts.fields(
+            num_local_experts="expert_count", num_experts_per_tok="expert_used_count"
+        )
+    window = _window(facts, common)
+    return window | {"model_type": "mistral"} if window else {}
+
+
+def _window(facts: Facts, common: Fields) -> Fields:
+    window = facts.value("attention.sliding_window")
+    if not window:
+        return {}
+    return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+
+
+def _qwen2_moe(facts: Facts, common: Fields) -> Fields:
+    return _experts(facts) | {
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": facts.shapes["blk.0.ffn_gate_shexp.weight"][0],
+    }
+
+
+def _qwen3_moe(facts: Facts, common: Fields) -> Fields:
+    # llama.cpp normalises the gates of this architecture whatever the model's config.json says.
+    return _experts(facts) | {"norm_topk_prob": True}
+
+
+def _experts(facts: Facts) -> Fields:
+    return {
+        "num_experts": facts.value("expert_count"),
+        "num_experts_per_tok": facts.value("expert_used_count"),
+        "moe_intermediate_size": facts.shapes["blk.0.ffn_gate_exps.weight"][1],
+    }
+
+
+def _gemma(facts: Facts, common: Fields) -> Fields:
+    return {"tie_word_embeddings": True}
+
+
+def _gemma2(facts: Facts, common: Fields) -> Fields:
+    return _gemma(facts, common) | {"query_pre_attn_scalar": _query_scale(common, 46)}
+
+
+def _gemma3(facts: Facts, common: Fields) -> Fields:
+    theta = facts.value("rope.freq_base_swa", 10000.0)
+    return _gemma(facts, common) | {
+        "query_pre_attn_scalar": _query_scale(common, 62),
+        # The scaling is that of the global layers, every sixth.
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", **common["rope_parameters"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _query_scale(common: Fields, layers_of_27b: int) -> float:
+    """Return the scalar of queries, which no key has: llama.cpp knows the 27B models by layers."""
+    if common["num_hidden_layers"] == layers_of_27b:
+        return common["hidden_size"] / common["num_attention_heads"]
+    return common["head_dim"]
+
+
+def _olmo2(facts: Facts, common: Fields) -> Fields:
+    if facts.value("attention.sliding_window"):
+        raise UnsupportedModelError(
+            f"{facts.where} is OLMo 3, whose windows GGUF files are not read here; load its "
+            "safetensors folder"
+        )
+    return {}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": Architecture(model_type="llama", more=_llama, rotates_neighbours=True),
+        "qwen2": Architecture(model_type="qwen2", more=_window),
+        "qwen2moe": Architecture(model_type="qwen2_moe", more=_qwen2_moe),
+        "qwen3": Architecture(model_type="qwen3", more=_window),
+        "qwen3moe": Architecture(model_type="qwen3_moe", more=_qwen3_moe),
+        "gemma": Architecture(model_type="gemma", more=_gemma, norm_shift=1.0),
+        "gemma2": Architecture(
+            model_type="gemma2",
+            more=_gemma2,
+            keys={
+                "sliding_window": "attention.sliding_window",
+                "attn_logit_softcapping": "attn_logit_softcapping",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            norm_shift=1.0,
+        ),
+        "gemma3": Architecture(
+            model_type="gemma3_text",
+            more=_gemma3,
+            keys={
+                "sliding_window": "attention.sliding_window",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            norm_shift=1.0,
+        ),
+        "granite": Architecture(
+            model_type="granite",
+            keys={
+                "embedding_multiplier": "embedding_scale",
+                "residual_multiplier": "residual_scale",
+                "attention_multiplier": "attention.scale",
+                "logits_scaling": "logit_scale",
+            },
+            rotates_neighbours=True,
+        ),
+        "smollm3": Architecture(model_type="smollm3", rotates_neighbours=True),
+        "olmo2": Architecture(model_type="olmo2", more=_olmo2),
+    }
+)
+
+
+def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
+    """Return the fields of the model's config.json, for `families.config_from_hf`.
+
+    `factors` has the file's tables of the rotary embedding, by name.
+
+    Raises:
+      CheckpointError: keys or tensors are missing, or contradict each other.
+      UnsupportedModelError: what no model here computes.
+    """
+    missing: list[str] = []
+
+    def required(key: str) -> Any:
+        found = facts.value(key)
+        if not (isinstance(found, int | float | np.ndarray) and np.all(np.asarray(found) > 0)):
+            missing.append(f"metadata key {facts.name}.{key} is {found!r}, not above 0")
+        return found
+
+    config: Fields = {
+        "model_type": facts.architecture.model_type,
+        "hidden_size": required("embedding_length"),
+        "intermediate_size": required("feed_forward_length"),
+        "num_hidden_layers": required("block_count"),
+        "num_attention_heads": required("attention.head_count"),
+        "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": facts.value("context_length", 2048),
+        "tie_word_embeddings": not facts.has("output.weight"),
+    }
+    held = {name.split(".")[1] for name in facts.shapes if name.startswith("blk.")}
+    if config["num_hidden_layers"] != len(held):
+        missing.append(
+            f"{config['num_hidden_layers']} layers are claimed, tensors of {len(held)} are held"
+        )
+    embedding = facts.shapes.get("token_embd.weight", ())
+    if len(embedding) != 2:
+        missing.append("tensor token_embd.weight is missing or not a matrix")
+    if missing:
+        raise CheckpointError(facts.where, missing, "use a complete GGUF file")
+    heads = config["num_attention_heads"]
+    config["vocab_size"] = embedding[0]
+    config["num_key_value_heads"] = facts.value("attention.head_count_kv", heads)
+    _check_uniform(facts, config)
+    config["head_dim"] = facts.value("attention.key_length", config["hidden_size"] // heads)
+    config["attention_bias"] = facts.has("blk.0.attn_q.bias")
+    config["mlp_bias"] = facts.has("blk.0.ffn_up.bias")
+    if facts.value("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        raise UnsupportedModelError(
+            f"{facts.where}: values of {facts.value('attention.value_length')} a head and keys of "
+            f"{config['head_dim']}; they must be of one size"
+        )
+    config["rope_parameters"] = _rope(facts, config, factors)
+    more = facts.architecture.more(facts, config)
+    if facts.value("expert_count", 0) and not any(name.endswith("experts") for name in more):
+        raise UnsupportedModelError(
+            f"{facts.where} is a mixture of {facts.value('expert_count')} experts, and GGUF files "
+            f"of {facts.name!r} are read here without; load its safetensors folder"
+        )
+    return config | facts.fields(**facts.architecture.keys) | more
+
+
+def _check_uniform(facts: Facts, config: Fields) -> None:
+    varying = [key for key, value in config.items() if isinstance(value, np.ndarray)]
+    if varying:
+        raise UnsupportedModelError(
+            f"{facts.where}: {varying} differ from layer to layer; only uniform models are "
+            "supported"
+        )
+
+
+def _rope(facts: Facts, config: Fields, factors: Mapping[str, np.ndarray]) -> Fields:
+    rotated = facts.value("rope.dimension_count", config["head_dim"])
+    if rotated != config["head_dim"] and not facts.architecture.rotates_parts:
+        raise UnsupportedModelError(
+            f"{facts.where} rotates {rotated} of {config['head_dim']} dimensions a head; "
+            f"for {facts.name!r} partial rotation is not supported"
+        )
+    # As llama.cpp: a factor without a type is linear, and attn_factor is always applied, in
+    # addition to yarn's own. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
+    # other architectures only.
+    rope: Fields = {
+        "rope_theta": facts.value("rope.freq_base", 10000.0),
+        MAGNITUDE: facts.value("rope.scaling.attn_factor", 1.0),
+    }
+    if facts.architecture.rotates_parts:
+        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+    kind = facts.value("rope.scaling.type", "linear")
+    factor = facts.value("rope.scaling.factor") or facts.value("rope.scale_linear") or 1.0
+    is_scaled = kind == "yarn" or (kind != "none" and factor != 1.0)
+    if "rope_freqs.weight" in factors:
+        if is_scaled:
+            raise UnsupportedModelError(
+                f"{facts.where} has rope_freqs.weight and scaling of type {kind!r} by {factor}; "
+                "one of both is supported"
+            )
+        return rope | _llama3_scaling(facts, config, rope["rope_theta"], factors)
+    if not is_scaled:
+        return rope | {"rope_type": "linear", "factor": 1.0}
+    rope |= {"rope_type": kind, "factor": factor}
+    original = facts.value("rope.scaling.original_context_length")
+    return rope | ({"original_max_position_embeddings": original} if original else {})
+
+
+def _llama3_scaling(
+    facts: Facts, config: Fields, theta: float, factors: Mapping[str, np.ndarray]
+) -> Fields:
+    """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
+    divisors = factors["rope_freqs.weight"]
+    plain = inverse_frequencies(config["head_dim"], theta, None)
+    for original in (8192, config["max_position_embeddings"]):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": round(float(divisors.max()), 4),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original,
+        }
+        llama3 = RopeScaling.from_hf(scaling, original)
+        expected = plain / inverse_frequencies(config["head_dim"], theta, llama3)
+        if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-3):
+            return scaling
+    raise UnsupportedModelError(
+        f"{facts.where}: its rope_freqs.weight is not Llama 3's frequency scaling; only that of "
+        "low_freq_factor 1 and high_freq_factor 4 is supported"
+    )

@@ -1,0 +1,212 @@
+"""GGUF files of every architecture that is read: PyTorch's logits for the original model.
+
+The files are written as llama.cpp's converters do (`conversion/`), with the names of the package
+`gguf`. Where transformers 5.24.0 reads an architecture too, it must find the same tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.gguf_architectures import ARCHITECTURES
+from tests.common.tiers import some
+from tests.models.gguf_models import permuted
+from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits
+from tests.models.serving import Server
+
+PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 29)
+SIZES = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+
+# Case -> architecture of the file, config class, its fields, whether transformers reads its files.
+CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "llama": ("llama", "LlamaConfig", dict(SIZES, attention_bias=True, mlp_bias=True), True),
+    "mixtral": ("llama", "MixtralConfig", dict(SIZES, num_local_experts=5), False),
+    "qwen2": ("qwen2", "Qwen2Config", SIZES, True),
+    "qwen2moe": (
+        "qwen2moe",
+        "Qwen2MoeConfig",
+        dict(SIZES, **EXPERTS, shared_expert_intermediate_size=24, norm_topk_prob=False),
+        False,
+    ),
+    "qwen3": ("qwen3", "Qwen3Config", dict(SIZES, head_dim=16), True),
+    "qwen3moe": (
+        "qwen3moe",
+        "Qwen3MoeConfig",
+        dict(SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
+        False,
+    ),
+    "gemma": ("gemma", "GemmaConfig", dict(SIZES, head_dim=16), False),
+    "gemma2": (
+        "gemma2",
+        "Gemma2Config",
+        dict(SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=7),
+        True,
+    ),
+    "gemma3": (
+        "gemma3",
+        "Gemma3TextConfig",
+        dict(
+            {**SIZES, "num_hidden_layers": 7},
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=7,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        False,
+    ),
+    "granite": (
+        "granite",
+        "GraniteConfig",
+        dict(
+            SIZES,
+            embedding_multiplier=6.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.4,
+            logits_scaling=3.0,
+        ),
+        False,
+    ),
+    "smollm3": (
+        "smollm3",
+        "SmolLM3Config",
+        dict({**SIZES, "num_hidden_layers": 5}, pad_token_id=None),
+        False,
+    ),
+    "olmo2": ("olmo2", "Olmo2Config", dict(SIZES, pad_token_id=None), False),
+}
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+def _write(path: Path, arch: str, model: transformers.PreTrainedModel) -> None:
+    config: Any = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    for key, field in KEYS.items():
+        value = getattr(config, field, None)
+        if key == "expert_count":
+            value = value or getattr(config, "num_experts", None)
+        if value is not None and not (key == "attention.sliding_window" and arch == "qwen2"):
+            kind = gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(f"{arch}.{key}", value, kind)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    for name, tensor in _converted(arch, model):
+        writer.add_tensor(name, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _converted(arch: str, model: transformers.PreTrainedModel):
+    config: Any = model.config
+    kind = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    table = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    for name, parameter in model.state_dict().items():
+        tensor = parameter.numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):  # transformers 5 has one tensor of both in memory
+            stem = name.removesuffix("gate_up_proj")
+            names = [f"{stem}gate_proj.weight", f"{stem}up_proj.weight"]
+            parts = dict(zip(names, np.split(tensor, 2, axis=1), strict=True))
+        elif name.endswith("experts.down_proj"):
+            parts = {f"{name}.weight": tensor}
+        else:
+            parts = {name: tensor}
+        for own, part in parts.items():
+            found = re.search(r"self_attn\.([qk])_proj", own)
+            if ARCHITECTURES[arch].rotates_neighbours and found is not None:
+                part = permuted(part, heads[found[1]])
+            if arch.startswith("gemma") and own.endswith("norm.weight"):
+                part = part + np.float32(1)
+            stem, _, suffix = own.rpartition(".")
+            stored = table.get_name(stem)
+            assert stored is not None, own
+            yield f"{stored}.{suffix}", part.squeeze()
+
+
+def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def test_every_architecture_is_tested():
+    """A new architecture needs a case."""
+    assert {arch for arch, *_ in CASES.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("case", some(CASES, 0, 3, 8))
+def test_a_file_has_the_logits_of_its_model(case, tmp_path):
+    """Chunked prefill through the paged cache gives PyTorch's logits, to 1e-4."""
+    arch, config_class, fields, others_read_it = CASES[case]
+    torch.manual_seed(3)
+    config = getattr(transformers, config_class)(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # initialised with constants, which would hide an error
+            torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
+    model = model.eval()
+    _write(tmp_path / "model.gguf", arch, model)
+    source = GGUFSource(tmp_path / "model.gguf")
+    server = Server.from_source(source, config_from_hf(source.config))
+    got = [*server.step([(0, PROMPT[:14])]), *server.step([(0, PROMPT[14:])])]
+    wanted = torch_logits(model, PROMPT)
+    assert _relative_error(np.concatenate(got), wanted) < 1e-4
+    if others_read_it:
+        theirs = load_gguf_checkpoint(
+            tmp_path / "model.gguf", return_tensors=True, model_to_load=model
+        )["tensors"]
+        assert theirs.keys() <= model.state_dict().keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
