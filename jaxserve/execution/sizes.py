@@ -68,6 +68,12 @@ def platform_defaults() -> PlatformDefaults:
     return _CPU if jax.default_backend() == "cpu" else _GPU
 
 
+def served_context(model_config: Any, options: RuntimeOptions) -> int:
+    """Return the maximum number of tokens of a sequence."""
+    wanted = options.max_context or model_config.default_context
+    return min(wanted, model_config.max_position_embeddings)
+
+
 def engine_config(
     model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
 ) -> EngineConfig:
@@ -81,10 +87,7 @@ def engine_config(
         page_size=options.page_size,
         num_pages=num_pages,
         max_slots=max_slots,
-        max_context=min(
-            options.max_context or model_config.default_context,
-            model_config.max_position_embeddings,
-        ),
+        max_context=served_context(model_config, options),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         num_proposed=options.num_proposed,

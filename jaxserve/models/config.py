@@ -135,6 +135,11 @@ class DecoderConfig:
                     f"{dim} rotated dimensions of head_dim={self.head_dim}: RoPE needs an even "
                     "number, at most head_dim"
                 )
+            if rope is not None and rope.num_factors not in (None, dim // 2):
+                raise UnsupportedModelError(
+                    f"longrope with {rope.num_factors} factors is not supported for {dim} rotated "
+                    f"dimensions; give {dim // 2} short_factor and as many long_factor"
+                )
         for name, what in BY_LAYER.items():
             values = getattr(self, name)
             if len(values) != self.num_layers:
@@ -214,6 +219,12 @@ class DecoderConfig:
             return self
         experts = self.experts.fitted_to(shapes, self.hidden_size)
         return replace(self, experts=experts)
+
+    def for_context(self, max_context: int) -> Self:
+        """Return the configuration for sequences of at most `max_context` tokens."""
+        ropes = (self.rope, self.local_rope)
+        rope, local_rope = (each and each.for_context(max_context) for each in ropes)
+        return replace(self, rope=rope, local_rope=local_rope)
 
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""

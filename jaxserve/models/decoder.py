@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,18 @@ class Decoder(SumsRows):
             table = tables[self.config.layer_ropes[0]]
             x, cache, tapped = self._scan(x, table, batch, cache, tap, incoming)
         return (self._end(x, batch.adapter) if self.has_end else x), cache, tapped
+
+    def for_context(self, max_context: int) -> Self:
+        """Return the model for sequences of at most `max_context` tokens; it shares the parameters.
+
+        It is the same model, unless its rotary embedding depends on that.
+        """
+        config = self.config.for_context(max_context)
+        if config == self.config:
+            return self
+        fitted = nnx.merge(*nnx.split(self))
+        fitted.config = config
+        return fitted
 
     def whole_logits(
         self, tokens: Int32[Array, "sequences length"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, final
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_kernels import RopeTables, dispatch, matmul
 
 # The field of a GGUF file's own factor of sines and cosines, in addition to config.json's fields.
 MAGNITUDE = "gguf_attn_factor"
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @final
@@ -25,8 +26,10 @@ class RopeScaling:
     """A way to stretch rotary frequencies beyond the trained context; hashable.
 
     `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow` and
-    `truncate` to yarn; `original_max_position_embeddings` to both. Sines and cosines are multiplied
-    by `attention_factor`, which differs from 1 in folders for yarn only.
+    `truncate` to yarn; `short_factors`, `long_factors` and `is_long` to longrope, which has a
+    factor for each frequency; `original_max_position_embeddings` to all three. Sines and cosines
+    are multiplied by `attention_factor`, which differs from 1 in folders for yarn and longrope
+    only.
     """
 
     kind: str
@@ -38,6 +41,9 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False  # whether `long_factors` are used, at all positions
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
@@ -54,10 +60,9 @@ class RopeScaling:
             return None
         original = given.get("original_max_position_embeddings") or max_position_embeddings
         factor = given.get("factor")
-        if factor is None and kind == "yarn":
+        if factor is None and kind in ("yarn", "longrope"):
             factor = max_position_embeddings / original
-        needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
-        missing = [name for name in needed if name not in given]
+        missing = [name for name in _NEEDED.get(kind, ()) if name not in given]
         if factor is None or missing:
             raise UnsupportedModelError(
                 f"RoPE scaling {kind!r} lacks {missing or ['factor']} in config.json: {dict(given)}"
@@ -70,9 +75,11 @@ class RopeScaling:
             high_freq_factor=float(given.get("high_freq_factor", 4.0)),
             beta_fast=float(given.get("beta_fast") or 32),
             beta_slow=float(given.get("beta_slow") or 1),
-            attention_factor=magnitude
-            * (_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0),
+            attention_factor=magnitude * _attention_factor(kind, given, factor, original),
             truncate=bool(given.get("truncate", True)),
+            short_factors=tuple(map(float, given.get("short_factor") or ())),
+            long_factors=tuple(map(float, given.get("long_factor") or ())),
+            is_long=kind == "longrope" and max_position_embeddings > original,
         )
 
 
@@ -104,15 +111,34 @@ class Rope:
         """Return the number of positions in a config.json, extended by the scaling.
 
         As in vLLM: yarn stretches the original context, linear scaling the stated one; for llama3
-        the stated one is already extended. transformers has no limit.
+        and longrope the stated one is already extended. transformers has no limit.
         """
-        if self.scaling is None or self.scaling.kind == "llama3":
+        if self.scaling is None or self.scaling.kind in ("llama3", "longrope"):
             return max_position_embeddings
         is_yarn = self.scaling.kind == "yarn"
         before = (
             self.scaling.original_max_position_embeddings if is_yarn else max_position_embeddings
         )
         return max(max_position_embeddings, int(before * self.scaling.factor))
+
+    @property
+    def num_factors(self) -> int | None:
+        """Number of longrope's factors, -1 if short and long ones differ; None without any."""
+        if self.scaling is None or self.scaling.kind != "longrope":
+            return None
+        counts = {len(self.scaling.short_factors), len(self.scaling.long_factors)}
+        return counts.pop() if len(counts) == 1 else -1
+
+    def for_context(self, max_context: int) -> Rope:
+        """Return the embedding of sequences of at most `max_context` tokens.
+
+        longrope has its long factors at all positions if that is more than the original context,
+        and else its short ones, so that keys in the cache never change their rotation.
+        """
+        if self.scaling is None or self.scaling.kind != "longrope":
+            return self
+        is_long = max_context > self.scaling.original_max_position_embeddings
+        return replace(self, scaling=replace(self.scaling, is_long=is_long))
 
 
 def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
@@ -129,13 +155,18 @@ def inverse_frequencies(
 ) -> Float64[np.ndarray, " half"]:
     """Return the frequencies in radians per position; `half` is head_dim / 2.
 
-    llama3 as in Llama 3.1's release; yarn as in Peng et al., "YaRN" (arXiv:2309.00071), section 3.
+    llama3 as in Llama 3.1's release; yarn as in Peng et al., "YaRN" (arXiv:2309.00071), section 3;
+    longrope as in Ding et al., "LongRoPE" (arXiv:2402.13753), section 3.
     """
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        return frequencies / np.asarray(
+            scaling.long_factors if scaling.is_long else scaling.short_factors
+        )
     original = scaling.original_max_position_embeddings
     if scaling.kind == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -175,12 +206,25 @@ def _computed_once(x: Float32[Array, "tokens columns"]) -> Float32[Array, "token
     return matmul(x, jnp.eye(x.shape[1])) if dispatch.target_platform() == "cpu" else x
 
 
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+# Fields of a scaling that have no default.
+_NEEDED = MappingProxyType(
+    {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+    }
+)
+
+
+def _attention_factor(kind: str, given: Mapping[str, Any], factor: float, original: int) -> float:
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
+    if kind == "longrope":
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if given.get("mscale") and given.get("mscale_all_dim"):
         return magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
     return magnitude(1.0)

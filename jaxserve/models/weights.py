@@ -52,6 +52,8 @@ class Tensor:
       layout: the parameter's axes in the tensor's order, major first; axes in parentheses share a
         dimension. Of an axis that is not named, the tensor fills one place.
       order: by axis, the place in the tensor of each place in the parameter; in order by default.
+      rows: the first row of this part in the tensor, and the number of rows of the tensor; by
+        default the part is all of it.
       part: by axis, the range or the one place that the tensor fills; the whole axis by default.
     """
 
@@ -61,9 +63,11 @@ class Tensor:
         layout: str,
         *,
         order: Mapping[str, Sequence[int] | np.ndarray] | None = None,
+        rows: tuple[int, int] | None = None,
         **part: slice | int,
     ):
         self.name = name
+        self._rows = rows
         self.groups = [tuple(g.strip("()").split()) for g in re.findall(r"\([^)]*\)|\w+", layout)]
         self._order = {axis: np.asarray(places) for axis, places in (order or {}).items()}
         self._part = part
@@ -80,7 +84,8 @@ class Tensor:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         spans = {axis: last - first for axis, (first, last) in self.ranges(sizes).items()}
-        return tuple(math.prod(spans[axis] for axis in group) for group in self.groups)
+        shape = tuple(math.prod(spans[axis] for axis in group) for group in self.groups)
+        return shape if self._rows is None else (self._rows[1], *shape[1:])
 
     def factors(self, summed: Collection[str]) -> tuple[Tensor, Tensor] | None:
         """Return the tensors A [rank, in] and B [out, rank] of a low-rank change of this one.
@@ -98,7 +103,8 @@ class Tensor:
         def factor(letter: str, layout: str, *, is_inner: bool) -> Tensor:
             order = {axis: own for axis, own in self._order.items() if (axis in summed) == is_inner}
             part = {axis: own for axis, own in self._part.items() if (axis in summed) == is_inner}
-            return Tensor(f"{module}.lora_{letter}.weight", layout, order=order, **part)
+            rows = None if is_inner else self._rows
+            return Tensor(f"{module}.lora_{letter}.weight", layout, order=order, rows=rows, **part)
 
         a = factor("A", f"rank ({' '.join(inner[0])})", is_inner=True)
         return a, factor("B", f"({' '.join(outer[0])}) rank", is_inner=False)
@@ -126,7 +132,8 @@ class Tensor:
             major, *minor = group
             first, last = (0, spans[major]) if major in self._order else inside[major]
             stride = math.prod(spans[axis] for axis in minor)
-            index.append(slice(first * stride, last * stride))
+            start = self._rows[0] if self._rows and not index else 0
+            index.append(slice(start + first * stride, start + last * stride))
             shape += [last - first, *(spans[axis] for axis in minor)]
             cuts += [slice(None), *(slice(*inside[axis]) for axis in minor)]
         whole = [(i.start, i.stop) for i in index] == [(0, n) for n in self.shape(sizes)]
@@ -235,6 +242,23 @@ def neighbours(rotated: int, head_dim: int) -> dict[str, list[int]]:
     """
     pairs = [*range(0, rotated, 2), *range(1, rotated, 2)]
     return {"d": [*pairs, *range(rotated, head_dim)]}
+
+
+def fused_qkv(name: str, kind: str, *, num_kv_heads: int, group: int, head_dim: int) -> Weight:
+    """Return the fused projection of `Attention` from one tensor of all queries, keys and values.
+
+    They follow each other. `kind` is "weight" or "bias".
+    """
+    axes, layout = ("e k x d", "(k x d) e") if kind == "weight" else ("k x d", "(k x d)")
+    row = num_kv_heads * head_dim
+    parts = (slice(0, group), slice(group, group + 1), slice(group + 1, group + 2))
+    return Weight(
+        axes,
+        tuple(
+            Tensor(name, layout, rows=(part.start * row, (group + 2) * row), x=part)
+            for part in parts
+        ),
+    )
 
 
 def layer_norm(path: str, name: str) -> dict[str, Weight]:

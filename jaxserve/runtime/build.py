@@ -31,7 +31,7 @@ from jaxserve.execution.group import Processes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.regroup import GroupMaker
-from jaxserve.execution.sizes import nbytes
+from jaxserve.execution.sizes import nbytes, served_context
 from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout
@@ -136,8 +136,9 @@ def build_parts(
     enable_compilation_cache()
     probe = load_probe(options.probe)
     forecaster = Forecaster.of(options, policy, tokenizer)
-    graphdef, own_params = nnx.split(model)
     decoder = cast(Any, model)
+    decoder = decoder.for_context(served_context(decoder.config, options))
+    graphdef, own_params = nnx.split(decoder)
     longest = decoder.config.max_position_embeddings
     if options.max_context is not None and options.max_context > longest:
         _log.warning(
@@ -150,10 +151,10 @@ def build_parts(
     quantisation, quantiser = Quantisation.of(options), None
     if options.quantize is not None:
         check_quantised(options, mesh, decoder.config.dtype)
-    if (dtype := panels_dtype(model)) is not None:
+    if (dtype := panels_dtype(decoder)) is not None:
         quantisation = Quantisation.in_panels(quantisation, dtype)
     if quantisation is not None:
-        quantiser = Quantiser(model, quantisation)
+        quantiser = Quantiser(decoder, quantisation)
         if quantiser.is_dense(used):
             graphdef, used = nnx.split(quantiser.model(used))
         if isinstance(mesh, Mesh):
@@ -163,7 +164,7 @@ def build_parts(
         options,
         used,
         has_mesh=mesh is not None,
-        is_quantised=options.quantize is not None or is_quantised(model),
+        is_quantised=options.quantize is not None or is_quantised(decoder),
     )
     layout = None
     if options.max_adapters:
@@ -473,6 +474,7 @@ def load_drafter(
             f"draft_model={given!r} has a tokenizer of {own.vocab_size} tokens, and the model one "
             f"of {tokenizer.vocab_size}; pass a draft model with the same tokenizer"
         )
+    model = model.for_context(served_context(config, options))
     graphdef, params = nnx.split(model)
     return Drafter(graphdef, params, model.config, model.layer_layout)
 
@@ -489,7 +491,7 @@ def _check(draft: DecoderConfig, served: DecoderConfig, options: RuntimeOptions)
             f"the draft model has {draft.vocab_size} tokens in {draft.dtype}, and the model "
             f"{served.vocab_size} in {served.dtype}; pass one that has the same of both"
         )
-    context = min(options.max_context or served.default_context, served.max_position_embeddings)
+    context = served_context(served, options)
     if draft.max_position_embeddings < context:
         raise InvalidConfigError(
             f"the draft model has a context of {draft.max_position_embeddings} tokens, and the "

@@ -17,7 +17,10 @@ from tests.models.hf_checkpoints import VARIANTS
 RANK, SCALE = 3, 0.7
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none"}
 # Families that name, order and transpose their matrices differently.
-FAMILIES = ("llama", "qwen3_moe", "qwen2_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
+FAMILIES = (
+    *("llama", "qwen3_moe", "qwen2_moe", "gpt2", "opt", "gptj", "gpt_neox", "phi3"),
+    "gemma2",
+)
 # Families with recurrent layers, which serve merged adapters only.
 RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next", "nemotron_h")
 

@@ -50,6 +50,16 @@ _OPT_SIZES = dict(
     init_std=0.3,
 )
 _WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+LONGROPE = dict(
+    pad_token_id=None,
+    rope_parameters=dict(
+        rope_type="longrope",
+        rope_theta=500.0,
+        partial_rotary_factor=0.75,
+        short_factor=[1.0, 1.3, 2.1],
+        long_factor=[1.5, 3.0, 8.0],
+    ),
+)
 
 _SHARED_EXPERT = dict(
     num_experts=6,
@@ -251,6 +261,23 @@ _OTHERS = {
                 sliding_attention=dict(rope_type="default", rope_theta=1e4),
             ),
         ),
+        {},
+    ),
+    "phi3": (
+        "Phi3Config",
+        dict(
+            **_SIZES,
+            head_dim=20,
+            pad_token_id=None,
+            sliding_window=9,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.7),
+        ),
+        {},
+    ),
+    # Sequences of 12 tokens and more have long factors, as in a runtime of a longer context.
+    "phi3_longrope": (
+        "Phi3Config",
+        dict(**_SIZES, **LONGROPE, original_max_position_embeddings=11),
         {},
     ),
     "mixtral": (

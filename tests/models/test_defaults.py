@@ -36,6 +36,7 @@ _BY_KIND: dict[tuple[str, str], Any] = {
     ("t5", "tie_word_embeddings"): True,
     **{(kind, "partial_rotary_factor"): 0.5 for kind in ("glm", "glm4", "nemotron")},
     ("cohere2", "sliding_window_pattern"): 4,
+    ("phi3", "partial_rotary_factor"): 1.0,
 }
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
