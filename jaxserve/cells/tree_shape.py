@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -14,9 +13,8 @@ from jaxserve.core.errors import InvalidGraphError
 # A number, such as a token, or a pair of trees.
 NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
 
-# What `marshal` writes for a number, and for a tuple: a byte, and its value or length as an int32.
-_NUMBER, _TUPLE = b"i", b"("
-_RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
+# The kinds of the parts of a tree.
+_NUMBER, _PAIR = 0, 1
 
 
 @final
@@ -48,70 +46,41 @@ class TreeShape:
 _shapes: LRUCache[bytes, TreeShape] = LRUCache(1 << 14)
 
 
-def numbered(tree: NestedTree) -> tuple[Sequence[int] | np.ndarray, TreeShape]:
+def numbered(tree: NestedTree) -> tuple[list[int], TreeShape]:
     """Return the numbers at a tree's leaves, and its shape, for `BaseCell.tree`.
 
     Leaves are numbered from left to right, and a pair after both of its nodes.
 
     Raises:
-      InvalidGraphError: a part of the tree is neither a number nor a pair.
+      InvalidGraphError: a tuple of the tree is not a pair.
     """
-    leaves, kinds = _coded(tree) or _walked(tree)
-    found = _shapes.get(kinds)
-    return leaves, found or _shapes.add(kinds, _shape(kinds), len(kinds))
-
-
-def _coded(tree: NestedTree) -> tuple[np.ndarray, bytes] | None:
-    """Return the leaves of a tree, and the kinds of all parts, each before its members.
-
-    `marshal` walks the parts without Python's interpreter. None if it cannot: for deep trees, and
-    parts that are neither int32 numbers nor pairs.
-    """
-    try:
-        data = marshal.dumps(tree, 2)
-    except ValueError:
-        return None
-    kinds = data[:: _RECORD.itemsize]
-    num_leaves = kinds.count(_NUMBER)
-    if len(data) % _RECORD.itemsize or num_leaves + kinds.count(_TUPLE) < len(kinds):
-        return None
-    records = np.frombuffer(data, _RECORD)
-    is_leaf, values = records["kind"] == _NUMBER[0], records["value"]
-    if (values[~is_leaf] != 2).any():
-        return None
-    return values[is_leaf], kinds
-
-
-def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
-    """Return the result of `_coded` for any tree; raises InvalidGraphError as `numbered` does."""
     leaves: list[int] = []
-    kinds = bytearray()
-    # Without recursion: a tree may be as deep as its sentence is long.
-    open: list[NestedTree] = [tree]
+    kinds = bytearray()  # of all parts, each before its members
+    open: list[Any] = [tree]  # without recursion: a tree may be as deep as its sentence is long
     while open:
         part = open.pop()
-        if not isinstance(part, tuple):
-            leaves.append(part)
-            kinds += _NUMBER
-            continue
-        if len(part) != 2:
-            raise InvalidGraphError(
-                f"a part of the tree has {len(part)} members; pass a token or a pair"
-            )
-        kinds += _TUPLE
-        left, right = part
-        open += (right, left)
-    return leaves, bytes(kinds)
+        while isinstance(part, tuple):
+            if len(part) != 2:
+                raise InvalidGraphError(
+                    f"a part of the tree has {len(part)} members; pass a token or a pair"
+                )
+            kinds.append(_PAIR)
+            part, right = part
+            open.append(right)
+        leaves.append(part)
+        kinds.append(_NUMBER)
+    key = bytes(kinds)
+    return leaves, _shapes.get(key) or _shapes.add(key, _shape(key), len(key))
 
 
 def _shape(kinds: bytes) -> TreeShape:
-    num, pair = kinds.count(_NUMBER), _TUPLE[0]
+    num = kinds.count(_NUMBER)
     leaf, node, after = 0, 0, num
     open: list[int] = []  # for each incomplete pair: its left node, or -1
     numbers: list[int] = []
     leftmost = list(range(num))
     for kind in kinds:
-        if kind == pair:
+        if kind == _PAIR:
             open.append(-1)
             continue
         node = leaf
