@@ -71,6 +71,9 @@ class Architecture:
         neighbouring pairs.
       norm_shift: number that the converter adds to the weights of RMS norms.
       rotates_parts: whether a part of each head may be rotated.
+      eps: field of config.json for the number that norms add to the variance.
+      has_layer_norms: whether the key of that number is that of layer norms.
+      kinds_by_heads: whether layers without KV heads are of another kind than attention.
     """
 
     model_type: str
@@ -79,6 +82,9 @@ class Architecture:
     rotates_neighbours: bool = False
     norm_shift: float = 0.0
     rotates_parts: bool = False
+    eps: str = "rms_norm_eps"
+    has_layer_norms: bool = False
+    kinds_by_heads: bool = False
 
     def names(self, config: Fields | Mapping[str, Any], where: str) -> Callable[[str], str | None]:
         """Return the translation of Hugging Face names to the file's, by the package `gguf`."""
@@ -172,6 +178,34 @@ def _olmo2(facts: Facts, common: Fields) -> Fields:
     return {}
 
 
+def _starcoder2(facts: Facts, common: Fields) -> Fields:
+    return {"use_bias": common["attention_bias"]}
+
+
+def _command_r(facts: Facts, common: Fields) -> Fields:
+    return {"tie_word_embeddings": True, "use_qk_norm": facts.has("blk.0.attn_q_norm.weight")}
+
+
+def _stablelm(facts: Facts, common: Fields) -> Fields:
+    return {
+        "use_qkv_bias": common["attention_bias"],
+        "qk_layernorm": facts.has("blk.0.attn_q_norm.weight"),
+        "use_parallel_residual": not facts.has("blk.0.ffn_norm.weight"),
+    }
+
+
+def _lfm2(facts: Facts, common: Fields) -> Fields:
+    heads = np.broadcast_to(
+        facts.value("attention.head_count_kv"), common["num_hidden_layers"]
+    ).tolist()
+    return {
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": facts.value("shortconv.l_cache"),
+        "conv_bias": facts.has("blk.0.shortconv.in_proj.bias"),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": Architecture(model_type="llama", more=_llama, rotates_neighbours=True),
@@ -211,6 +245,38 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "smollm3": Architecture(model_type="smollm3", rotates_neighbours=True),
         "olmo2": Architecture(model_type="olmo2", more=_olmo2),
+        "starcoder2": Architecture(
+            model_type="starcoder2", more=_starcoder2, eps="norm_epsilon", has_layer_norms=True
+        ),
+        "command-r": Architecture(
+            model_type="cohere",
+            more=_command_r,
+            keys={"logit_scale": "logit_scale"},
+            eps="layer_norm_eps",
+            has_layer_norms=True,
+        ),
+        "cohere2": Architecture(
+            model_type="cohere2",
+            more=_command_r,
+            keys={"logit_scale": "logit_scale", "sliding_window": "attention.sliding_window"},
+            eps="layer_norm_eps",
+            has_layer_norms=True,
+        ),
+        "nemotron": Architecture(
+            model_type="nemotron",
+            norm_shift=1.0,
+            rotates_parts=True,
+            eps="norm_eps",
+            has_layer_norms=True,
+        ),
+        "stablelm": Architecture(
+            model_type="stablelm",
+            more=_stablelm,
+            rotates_parts=True,
+            eps="layer_norm_eps",
+            has_layer_norms=True,
+        ),
+        "lfm2": Architecture(model_type="lfm2", more=_lfm2, eps="norm_eps", kinds_by_heads=True),
     }
 )
 
@@ -225,6 +291,7 @@ def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
       UnsupportedModelError: what no model here computes.
     """
     missing: list[str] = []
+    architecture = facts.architecture
 
     def required(key: str) -> Any:
         found = facts.value(key)
@@ -233,12 +300,14 @@ def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
         return found
 
     config: Fields = {
-        "model_type": facts.architecture.model_type,
+        "model_type": architecture.model_type,
         "hidden_size": required("embedding_length"),
         "intermediate_size": required("feed_forward_length"),
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": required("attention.head_count"),
-        "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
+        architecture.eps: required(
+            f"attention.layer_norm_{'' if architecture.has_layer_norms else 'rms_'}epsilon"
+        ),
         "max_position_embeddings": facts.value("context_length", 2048),
         "tie_word_embeddings": not facts.has("output.weight"),
     }
@@ -255,6 +324,8 @@ def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
     heads = config["num_attention_heads"]
     config["vocab_size"] = embedding[0]
     config["num_key_value_heads"] = facts.value("attention.head_count_kv", heads)
+    if architecture.kinds_by_heads:
+        config["num_key_value_heads"] = int(np.max(config["num_key_value_heads"]))
     _check_uniform(facts, config)
     config["head_dim"] = facts.value("attention.key_length", config["hidden_size"] // heads)
     config["attention_bias"] = facts.has("blk.0.attn_q.bias")
@@ -265,13 +336,13 @@ def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
             f"{config['head_dim']}; they must be of one size"
         )
     config["rope_parameters"] = _rope(facts, config, factors)
-    more = facts.architecture.more(facts, config)
+    more = architecture.more(facts, config)
     if facts.value("expert_count", 0) and not any(name.endswith("experts") for name in more):
         raise UnsupportedModelError(
             f"{facts.where} is a mixture of {facts.value('expert_count')} experts, and GGUF files "
             f"of {facts.name!r} are read here without; load its safetensors folder"
         )
-    return config | facts.fields(**facts.architecture.keys) | more
+    return config | facts.fields(**architecture.keys) | more
 
 
 def _check_uniform(facts: Facts, config: Fields) -> None:

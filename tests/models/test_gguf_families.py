@@ -97,6 +97,32 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         False,
     ),
     "olmo2": ("olmo2", "Olmo2Config", dict(SIZES, pad_token_id=None), False),
+    "starcoder2": ("starcoder2", "Starcoder2Config", SIZES, True),
+    "command-r": ("command-r", "CohereConfig", dict(SIZES, logit_scale=0.5), False),
+    "cohere2": (
+        "cohere2",
+        "Cohere2Config",
+        dict({**SIZES, "num_hidden_layers": 5}, logit_scale=0.5, sliding_window=7),
+        False,
+    ),
+    "nemotron": ("nemotron", "NemotronConfig", SIZES, True),
+    "stablelm": ("stablelm", "StableLmConfig", dict(SIZES, use_qkv_bias=True), True),
+    "stablelm_parallel": (
+        "stablelm",
+        "StableLmConfig",
+        dict(SIZES, use_parallel_residual=True),
+        True,
+    ),
+    "lfm2": (
+        "lfm2",
+        "Lfm2Config",
+        dict(
+            {**SIZES, "num_hidden_layers": 3},
+            block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
+        True,
+    ),
 }
 KEYS = {
     "context_length": "max_position_embeddings",
@@ -105,14 +131,13 @@ KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
+    "shortconv.l_cache": "conv_L_cache",
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -120,7 +145,12 @@ KEYS = {
 }
 
 
-def _write(path: Path, arch: str, model: transformers.PreTrainedModel) -> None:
+def _write(
+    path: Path,
+    arch: str,
+    model: transformers.PreTrainedModel,
+    quantisation: gguf.GGMLQuantizationType | None = None,
+) -> None:
     config: Any = model.config
     writer = gguf.GGUFWriter(path, arch)
     for key, field in KEYS.items():
@@ -130,18 +160,34 @@ def _write(path: Path, arch: str, model: transformers.PreTrainedModel) -> None:
         if value is not None and not (key == "attention.sliding_window" and arch == "qwen2"):
             kind = gguf.GGUFValueType.get_type(value)
             writer.add_key_value(f"{arch}.{key}", value, kind)
+    names = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
+    eps = next(getattr(config, name) for name in names if hasattr(config, name))
+    if ARCHITECTURES[arch].has_layer_norms:
+        writer.add_layer_norm_eps(eps)
+    else:
+        writer.add_layer_norm_rms_eps(eps)
+    for field in ("logits_scaling", "logit_scale"):
+        if hasattr(config, field):
+            writer.add_logit_scale(getattr(config, field))
+    if arch == "lfm2":
+        kinds = config.layer_types
+        heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in kinds]
+        writer.add_head_count_kv(heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     for name, tensor in _converted(arch, model):
-        writer.add_tensor(name, np.ascontiguousarray(tensor))
+        if quantisation is None or tensor.ndim == 1:
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+        else:
+            writer.add_tensor(name, gguf.quantize(tensor, quantisation), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -169,7 +215,7 @@ def _converted(arch: str, model: transformers.PreTrainedModel):
             found = re.search(r"self_attn\.([qk])_proj", own)
             if ARCHITECTURES[arch].rotates_neighbours and found is not None:
                 part = permuted(part, heads[found[1]])
-            if arch.startswith("gemma") and own.endswith("norm.weight"):
+            if ARCHITECTURES[arch].norm_shift and own.endswith("norm.weight"):
                 part = part + np.float32(1)
             stem, _, suffix = own.rpartition(".")
             stored = table.get_name(stem)
@@ -210,3 +256,23 @@ def test_a_file_has_the_logits_of_its_model(case, tmp_path):
         assert theirs.keys() <= model.state_dict().keys()
         for name, tensor in theirs.items():
             torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+
+
+def test_an_expert_is_a_part_of_a_quantised_stack(tmp_path):
+    """Every expert, whole and in part, has the numbers of its place in the stack."""
+    fields = SIZES | EXPERTS | dict(hidden_size=64, head_dim=32, moe_intermediate_size=32)
+    config = transformers.Qwen3MoeConfig(**fields | dict(intermediate_size=64, vocab_size=96))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _write(tmp_path / "model.gguf", "qwen3moe", model, gguf.GGMLQuantizationType.Q8_0)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    source = GGUFSource(tmp_path / "model.gguf")
+    for which in ("gate", "up", "down"):
+        stack = stored[f"blk.1.ffn_{which}_exps.weight"]
+        whole = gguf.dequantize(stack.data, stack.tensor_type)
+        for n in range(5):
+            name = f"model.layers.1.mlp.experts.{n}.{which}_proj.weight"
+            assert source.shapes()[name] == whole[n].shape
+            np.testing.assert_array_equal(source.read(name), whole[n])
+            part = (slice(3, 20), slice(0, 16))
+            np.testing.assert_array_equal(source.read(name, part), whole[n][part])
