@@ -21,7 +21,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import family_of
 from jaxserve.models.linear import WeightAxes
-from jaxserve.models.loading import abstract_model, with_prefix
+from jaxserve.models.loading import abstract_model, prefix_of, with_prefix
 from jaxserve.models.weights import Weight, WeightSource
 
 Path = tuple[Any, ...]
@@ -65,7 +65,7 @@ class AdapterLayout:
         _, dense = abstract_model(config, layer_layout=layer_layout)
         flat = nnx.to_flat_state(dense)
         targets = (_Target.of(path, v, table, max_rank, dtype) for path, v in flat)
-        self._prefix = family.prefix
+        self._prefix = prefix_of(config)
         self._targets = [target for target in targets if target is not None]
         self._num_adapters = num_adapters
         self._max_rank = max_rank

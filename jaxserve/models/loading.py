@@ -51,7 +51,7 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
     and a head alone is the embedding if both are tied.
     """
     family = family_of(config)
-    prefix, ignored = family.prefix, re.compile(family.ignored)
+    prefix, ignored = prefix_of(config), re.compile(family.ignored)
     whole = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
     names = {own: name for own, name in whole.items() if not ignored.fullmatch(name)}
     texts = {own: name for own, name in names.items() if not _IMAGES.match(name)}
@@ -76,6 +76,12 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
     if not config.tie_word_embeddings or embedding in source.shapes():
         return source
     return _renamed(source, {n: embedding if n == head else n for n in source.shapes()})
+
+
+def prefix_of(config: DecoderConfig) -> str:
+    """Return the family's prefix; an empty one for a member of it whose names lack it."""
+    prefix = family_of(config).prefix
+    return prefix if tied_names(config)[0].startswith(prefix) else ""
 
 
 def with_prefix(source: WeightSource, prefix: str) -> WeightSource:

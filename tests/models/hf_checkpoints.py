@@ -92,6 +92,39 @@ _NEMOTRON_MAMBA = dict(
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
+    "gpt_bigcode": ("GPTBigCodeConfig", dict(**_GPT_SIZES, n_inner=80), {}),
+    "gpt_bigcode_heads": ("GPTBigCodeConfig", dict(**_GPT_SIZES, multi_query=False), {}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        dict(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=48,
+            intermediate_size=80,
+            num_layers=2,
+            num_heads=6,
+            window_size=7,
+            attention_types=[[["global", "local"], 1]],
+            max_position_embeddings=256,
+            initializer_range=0.3,
+        ),
+        {},
+    ),
+    "biogpt": ("BioGptConfig", _SIZES, {}),
+    "xglm": (
+        "XGLMConfig",
+        dict(
+            vocab_size=VOCAB_SIZE,
+            d_model=48,
+            ffn_dim=80,
+            num_layers=2,
+            attention_heads=6,
+            max_position_embeddings=256,
+            init_std=0.3,
+        ),
+        {},
+    ),
+    "exaone4": ("Exaone4Config", dict(**_SIZES, **_WINDOWS), {}),
+    "apertus": ("ApertusConfig", dict(**_SIZES, attention_bias=True), {}),
     "stablelm": ("StableLmConfig", dict(**_SIZES, use_qkv_bias=True), {}),
     "stablelm_parallel": ("StableLmConfig", dict(**_SIZES, use_parallel_residual=True), {}),
     "starcoder2": ("Starcoder2Config", dict(**_SIZES, sliding_window=7), {}),
@@ -453,6 +486,8 @@ _OTHERS = {
 # Variant -> (config class, fields in addition to _SIZES, arguments of save_pretrained).
 _LLAMAS = {
     "llama": ("LlamaConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
+    "internlm3": ("InternLM3Config", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
+    "cwm": ("CwmConfig", dict(head_dim=16, sliding_window=7), {}),
     "arcee": ("ArceeConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
     "llama3_rope": (
         "LlamaConfig",

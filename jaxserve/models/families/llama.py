@@ -71,6 +71,41 @@ _FIELDS = {
             mlp_bias=False,
         ),
     ),
+    "internlm3": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=128512,
+            hidden_size=4096,
+            intermediate_size=10240,
+            num_hidden_layers=48,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            head_dim=128,
+            attention_bias=False,
+            mlp_bias=False,
+        ),
+        nullable=("head_dim", "num_key_value_heads"),
+        aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "cwm": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=128256,
+            hidden_size=6144,
+            intermediate_size=21504,
+            num_hidden_layers=64,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            head_dim=128,
+            mlp_bias=False,
+            sliding_window=8192,
+            layer_types=None,
+        ),
+    ),
     "arcee": Fields(
         ROTARY_FIELDS
         | dict(
@@ -119,6 +154,17 @@ _FIELDS = {
         nullable=("num_key_value_heads", "tie_word_embeddings"),
     ),
 }
+# The rotation of CWM without the field.
+_CWM = {
+    "rope_parameters": dict(
+        rope_type="llama3",
+        rope_theta=1e6,
+        factor=16.0,
+        high_freq_factor=4.0,
+        low_freq_factor=1.0,
+        original_max_position_embeddings=8192,
+    )
+}
 
 
 @final
@@ -133,6 +179,12 @@ class LlamaConfig(DecoderConfig):
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS[given["model_type"]].read(given)
         kind = given["model_type"]
+        if kind == "cwm":
+            given |= {name: _CWM[name] for name in _CWM if not given[name]}
+            given["layer_types"] = given["layer_types"] or [
+                "sliding_attention" if layer % 4 else "full_attention"
+                for layer in range(given["num_hidden_layers"])
+            ]
         check_is(given, "hidden_act", ("relu2",) if kind == "arcee" else ("silu", "swish"))
         attention_bias = bool(given.get("attention_bias"))
         return cls(

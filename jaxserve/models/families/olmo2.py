@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, and of all heads; OLMo 3 has windows."""
+"""OLMo 2 and 3, EXAONE 4: norms after attention and MLP, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Self, final
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
@@ -43,13 +44,29 @@ _FIELDS = {
         _OLMO2 | dict(rope_theta=5e5, sliding_window=4096, layer_types=None),
         nullable=("sliding_window",),
     ),
+    "exaone4": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=102400,
+            hidden_size=4096,
+            intermediate_size=16384,
+            num_hidden_layers=32,
+            num_key_value_heads=32,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-5,
+            sliding_window=4096,
+            sliding_window_pattern=4,
+            layer_types=None,
+        ),
+        nullable=("sliding_window", "sliding_window_pattern"),
+    ),
 }
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """OLMo 2 (arXiv:2501.00656) and OLMo 3 (arXiv:2512.13961)."""
+    """OLMo 2 (arXiv:2501.00656) and 3 (arXiv:2512.13961), EXAONE 4 (arXiv:2507.11407)."""
 
     wide_qk_norm: bool = True
     rope: Rope | None = Rope()
@@ -58,12 +75,33 @@ class Olmo2Config(DecoderConfig):
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         fields = _FIELDS[given["model_type"]].read(given)
         check_is(fields, "hidden_act", ("silu", "swish"))
+        if fields["model_type"] == "exaone4":
+            return cls(**_exaone(fields))
         bias = bool(fields["attention_bias"])
         local_rope = None
         if fields["model_type"] == "olmo3":
             fields, local_rope = _by_kind(fields)
         sizes = rotary_decoder_fields(fields)
         return cls(**sizes, local_rope=local_rope, qkv_bias=bias, o_bias=bias)
+
+
+def _exaone(given: dict[str, Any]) -> dict[str, Any]:
+    """Return EXAONE 4's fields: norms of each head, and no rotation beside layers with a window."""
+    window, every = given["sliding_window"], given["sliding_window_pattern"]
+    num_layers = given["num_hidden_layers"]
+    if given["layer_types"] is None:
+        if window is None or not isinstance(every, int) or every < 1:
+            raise UnsupportedModelError(
+                f"sliding_window={window} with sliding_window_pattern={every!r} is not supported "
+                "without layer_types; give the kind of each layer there"
+            )
+        given["layer_types"] = [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(num_layers)
+        ]
+    rotated = tuple(window is None or kind == "sliding_attention" for kind in given["layer_types"])
+    sizes = rotary_decoder_fields(given)
+    return {**sizes, "rotated_layers": rotated, "qk_norm": True, "wide_qk_norm": False}
 
 
 def _by_kind(given: dict[str, Any]) -> tuple[dict[str, Any], Rope]:
@@ -111,11 +149,14 @@ class Olmo2(Decoder):
 
 def _weights(config: Olmo2Config) -> dict[str, Weight]:
     attention = LAYER + "self_attn."
+    wide = {
+        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "k g d", "(k g d)"),
+        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "k x d", "(k x d)"),
+    }
     return {
         **attention_weights(config),
         **mlp_weights(),
-        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "k g d", "(k g d)"),
-        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "k x d", "(k x d)"),
+        **(wide if config.wide_qk_norm else {}),
         "blocks.attention_end_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),
         "blocks.mlp_end_norm.scale": Weight.of(LAYER + "post_feedforward_layernorm.weight"),
     }
