@@ -151,11 +151,11 @@ class Attention(SumsRows):
         gate = None
         if config.attention_gate:
             gate, qkv = jnp.split(qkv, (group,), axis=2)
-        if config.qkv_clip is not None:
-            qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
         if config.qk_norm or config.wide_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
+        if config.qkv_clip is not None:
+            qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
         out = context.attend(
             qkv,
             scale=config.attention_scale,

@@ -49,7 +49,7 @@ class DecoderConfig:
       residual: how attention and MLP join the residual stream: one after the other, side by side
         with a norm each, or side by side behind one norm.
       qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
-      qkv_clip: the largest magnitude of the projected queries, keys and values; None for no limit.
+      qkv_clip: the largest magnitude of queries, keys and values, after norms; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       wide_qk_norm: whether they have one over all heads together instead.
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.

@@ -193,6 +193,7 @@ class ExpertNames:
     router: str = "gate.weight"
     router_bias: str = "gate.bias"
     correction: str = "gate.e_score_correction_bias"
+    correction_layout: str = "n"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -231,7 +232,7 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
     return {
         f"{path}router": Weight.of(mlp + names.router, "e n", "n e"),
         f"{path}router_bias": Weight.of(mlp + names.router_bias, "n"),
-        f"{path}correction": Weight.of(mlp + names.correction, "n"),
+        f"{path}correction": Weight.of(mlp + names.correction, "n", names.correction_layout),
         f"{path}experts.gate_up": Weight("n e u m", tuple(gates_and_ups)),
         f"{path}experts.up": Weight("n e m", tuple(ups)),
         f"{path}experts.down": Weight("n m e", tuple(downs)),
@@ -241,6 +242,9 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}experts.bdown": Weight.of(f"{mlp}{names.down_all}_bias", "n e"),
         f"{path}shared.gate_up": gate_and_up(
             f"{shared}gate_proj.weight", f"{shared}up_proj.weight", "weight"
+        ),
+        f"{path}shared.bgate_up": gate_and_up(
+            f"{shared}gate_proj.bias", f"{shared}up_proj.bias", "bias"
         ),
         f"{path}shared.up": Weight.of(f"{shared}up_proj.weight", "e m", "m e"),
         f"{path}shared.bup": Weight.of(f"{shared}up_proj.bias", "m"),

@@ -387,9 +387,16 @@ def _check(
         f"surplus tensor {name} {tuple(found[name])}"
         for name in sorted(found.keys() - wanted - set(spare))
         if not ignored.fullmatch(name)
+        and not (family.predicts_several and _layer_of(name) >= config.num_layers)
     ]
     if problems:
         raise CheckpointError(source.where, problems, _remedy(wanted, found, config))
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer in a tensor's name; -1 for a tensor outside the layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def _remedy(

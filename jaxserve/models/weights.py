@@ -50,7 +50,8 @@ class Tensor:
 
     Args:
       layout: the parameter's axes in the tensor's order, major first; axes in parentheses share a
-        dimension. Of an axis that is not named, the tensor fills one place.
+        dimension, and `()` is one of size 1. Of an axis that is not named, the tensor fills one
+        place.
       order: by axis, the place in the tensor of each place in the parameter; in order by default.
       rows: the first row of this part in the tensor, and the number of rows of the tensor; by
         default the part is all of it.
@@ -129,6 +130,9 @@ class Tensor:
         }
         index, shape, cuts = [], [], []
         for group in self.groups:
+            if not group:
+                index.append(slice(0, 1))
+                continue
             major, *minor = group
             first, last = (0, spans[major]) if major in self._order else inside[major]
             stride = math.prod(spans[axis] for axis in minor)

@@ -49,6 +49,12 @@ _OPT_SIZES = dict(
     max_position_embeddings=256,
     init_std=0.3,
 )
+_FACTORS = dict(
+    embedding_multiplier=6.5,
+    logits_scaling=1.7,
+    residual_multiplier=0.22,
+    attention_multiplier=0.3,
+)
 _WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 LONGROPE = dict(
     pad_token_id=None,
@@ -263,12 +269,9 @@ _OTHERS = {
         "GraniteConfig",
         dict(
             **_SIZES,
+            **_FACTORS,
             attention_bias=True,
             mlp_bias=True,
-            embedding_multiplier=6.5,
-            logits_scaling=1.7,
-            residual_multiplier=0.22,
-            attention_multiplier=0.3,
         ),
         {},
     ),
@@ -354,6 +357,89 @@ _OTHERS = {
             num_experts_per_tok=2,
             sliding_window=7,
             swiglu_limit=1.5,
+        ),
+        {},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        dict(
+            **_SIZES,
+            attention_bias=True,
+            clip_qkv=1.5,
+            num_experts=6,
+            num_experts_per_tok=3,
+            pad_token_id=0,
+        ),
+        {},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            head_dim=16,
+            attention_bias=True,
+            use_qk_norm=True,
+            moe_intermediate_size=20,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            n_routed_experts=8,
+            routed_scaling_factor=1.7,
+            n_group=4,
+            topk_group=2,
+        ),
+        {},
+    ),
+    "dots1": (
+        "Dots1Config",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            sliding_window=9,
+            max_window_layers=1,
+            moe_intermediate_size=20,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            n_routed_experts=6,
+            first_k_dense_replace=2,
+        ),
+        {},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 4},
+            use_bias=True,
+            moe_intermediate_size=20,
+            moe_k=2,
+            moe_num_experts=6,
+            moe_num_shared_experts=2,
+            moe_layer_end_index=2,
+        ),
+        {},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(
+            **_SIZES,
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+        ),
+        {},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        dict(**_SIZES, **_FACTORS, attention_bias=True, num_local_experts=6),
+        {},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        dict(
+            **_SIZES,
+            **_FACTORS,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            shared_intermediate_size=28,
         ),
         {},
     ),
@@ -552,6 +638,9 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
         # Biases and norms are initialized with constants, which would hide an error.
         if parameter.ndim == 1 or name.endswith("bias"):
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # likewise
             torch.nn.init.normal_(buffer, std=0.2)

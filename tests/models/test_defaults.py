@@ -29,12 +29,13 @@ _UNDECLARED = {
     "hybrid_override_pattern": "ME*-",
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
+    "rotary_dim": None,
     "tie_word_embeddings": False,  # of text models in models of images, which say it themselves
 }
 # T5's class ties in any case, and has the field from its base class.
 _BY_KIND: dict[tuple[str, str], Any] = {
     ("t5", "tie_word_embeddings"): True,
-    **{(kind, "partial_rotary_factor"): 0.5 for kind in ("glm", "glm4", "nemotron")},
+    **{(kind, "partial_rotary_factor"): 0.5 for kind in ("glm", "glm4", "glm4_moe", "nemotron")},
     ("cohere2", "sliding_window_pattern"): 4,
     ("phi3", "partial_rotary_factor"): 1.0,
 }
@@ -43,6 +44,20 @@ _NOT_BUILT = {
     # It is the whole head then, and a quarter after the class has written and read it.
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("partial_rotary_factor",)),
     **dict.fromkeys(("glm", "glm4"), ("partial_rotary_factor",)),
+    "glm4_moe": ("partial_rotary_factor", "head_dim"),
+    # With experts, of which the defaults have none.
+    "dots1": ("n_group", "topk_group", "first_k_dense_replace"),
+    "ernie4_5_moe": (
+        *("moe_k", "moe_num_experts", "moe_num_shared_experts"),
+        *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+    ),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        (
+            *("num_local_experts", "num_experts_per_tok", "embedding_multiplier"),
+            *("logits_scaling", "residual_multiplier", "attention_multiplier"),
+        ),
+    ),
     "cohere": ("layer_norm_eps", "logit_scale"),
     "falcon": ("layer_norm_epsilon", "activation"),
     "nemotron": ("partial_rotary_factor",),
@@ -52,6 +67,8 @@ _NOT_BUILT = {
     "qwen2_vl_text": ("max_window_layers",),
     "qwen2_5_vl_text": ("max_window_layers",),
 }
+# Fields without which the defaults are no model: half of GLM-4.5's heads would be 21 dimensions.
+_GIVEN: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}}
 # Names of fields that a class of transformers reads in passing.
 _ALIASES = {
     "bloom": {"n_embed": "hidden_size"},
@@ -86,6 +103,7 @@ def _default(kind: str, name: str) -> Any:
 
 def _full(kind: str, **given: Any) -> dict[str, Any]:
     """Return a config.json with every field, as transformers completes what is given."""
+    given = _GIVEN.get(kind, {}) | given
     with warnings.catch_warnings(action="ignore"):
         return {**_class(kind).from_dict(given).to_dict(), "model_type": kind}
 
@@ -110,17 +128,18 @@ def test_a_field_left_out_has_its_default(kind):
     """A config.json without a field, or without any, reads as the one that states all of them."""
     full = _full(kind)
     whole = config_from_hf(full)
-    for name in full.keys() - {"model_type"}:
+    given = _GIVEN.get(kind, {})
+    for name in full.keys() - {"model_type"} - given.keys():
         rest = {field: value for field, value in full.items() if field != name}
         assert config_from_hf(rest) == whole, name
-    assert config_from_hf({"model_type": kind}) == whole
+    assert config_from_hf({"model_type": kind, **given}) == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_null_is_not_absent(kind):
     """A null means what it means in transformers, or is refused where that refuses it."""
     for name in FAMILIES[kind].fields[kind].defaults:
-        given = {"model_type": kind, name: None}
+        given = {"model_type": kind, **_GIVEN.get(kind, {}), name: None}
         try:
             full = _full(kind, **{name: None})
             if name in (*_BASES, *_NOT_BUILT.get(kind, ())):

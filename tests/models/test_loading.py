@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.families.llama import LlamaConfig
@@ -19,7 +20,9 @@ from jaxserve.models.loading import (
     random_params,
     under_own_names,
 )
+from jaxserve.models.store import load_model
 from sharding import make_mesh, state_shardings
+from tests.models.hf_checkpoints import write_checkpoint
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -192,3 +195,16 @@ def test_a_head_alone_is_the_embedding_too():
     source = under_own_names(_Arrays(arrays | {"lm_head.weight": head}), CONFIG)
     np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), head)
     assert "lm_head.weight" not in source.shapes()
+
+
+def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
+    """GLM-4.5's folders have one after the last; tensors of other layers are still surplus."""
+    write_checkpoint("glm4_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    more = {name.replace(".1.", ".3.", 1): t for name, t in tensors.items() if ".layers.1." in name}
+    save_file(tensors | more | {"model.layers.3.eh_proj.weight": np.zeros((2, 2))}, file)
+    load_model(tmp_path, progress=False)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": np.zeros((2, 2))}, file)
+    with pytest.raises(CheckpointError, match="surplus tensor model.layers.2.eh_proj"):
+        load_model(tmp_path, progress=False)

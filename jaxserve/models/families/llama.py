@@ -276,6 +276,9 @@ def attention_weights(
     For `order` see `split_qkv`.
     """
     attention = LAYER + "self_attn."
+    q_norm, k_norm = ("d",), ("d",)
+    if config.wide_qk_norm:
+        q_norm, k_norm = ("k g d", "(k g d)"), ("k x d", "(k x d)")
     return {
         "embedding": Weight.of("model.embed_tokens.weight", "v e"),
         "norm.scale": Weight.of("model.norm.weight"),
@@ -287,8 +290,8 @@ def attention_weights(
         "blocks.attention.bqkv": split_qkv(
             attention, "bias", config.group, order=order, has_gate=config.attention_gate
         ),
-        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "d"),
-        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "d"),
+        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", *q_norm),
+        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", *k_norm),
         "blocks.attention.sinks": Weight.of(attention + "sinks", "k g", "(k g)"),
         "blocks.attention.wo": Weight.of(attention + "o_proj.weight", "k g d e", "e (k g d)"),
         "blocks.attention.bo": Weight.of(attention + "o_proj.bias"),

@@ -148,15 +148,9 @@ class Olmo2(Decoder):
 
 
 def _weights(config: Olmo2Config) -> dict[str, Weight]:
-    attention = LAYER + "self_attn."
-    wide = {
-        "blocks.attention.q_norm.scale": Weight.of(attention + "q_norm.weight", "k g d", "(k g d)"),
-        "blocks.attention.k_norm.scale": Weight.of(attention + "k_norm.weight", "k x d", "(k x d)"),
-    }
     return {
         **attention_weights(config),
         **mlp_weights(),
-        **(wide if config.wide_qk_norm else {}),
         "blocks.attention_end_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),
         "blocks.mlp_end_norm.scale": Weight.of(LAYER + "post_feedforward_layernorm.weight"),
     }
