@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import environment, workloads
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
-from benchmarks.common.serving import Runtimes
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
+from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -49,17 +49,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         prompts = [item.prompt_token_ids for item in workloads.items(options, plain)]
         load_s = [_loaded(adapted, number, options) for number in range(max(counts))]
-        found: dict[str, list[Figures]] = {_WITHOUT: [], **{str(count): [] for count in counts}}
-        for repeat, way in in_turns(tuple(found), options.repeats):
-            print(f"run {repeat + 1}, adapters: {way}", file=sys.stderr)
+
+        def play(way: str) -> Figures:
             count = 0 if way == _WITHOUT else int(way)
-            rt = plain if way == _WITHOUT else adapted
-            found[way].append(_played(rt, prompts, count, options.output_tokens))
+            params = [
+                SamplingParams(
+                    max_tokens=options.output_tokens,
+                    forced_length=options.output_tokens,
+                    ignore_eos=True,
+                    adapter=str(index % count) if count else None,
+                )
+                for index in range(len(prompts))
+            ]
+            return answered(plain if way == _WITHOUT else adapted, prompts, params)[0]
+
+        found = take_turns((_WITHOUT, *map(str, counts)), options.repeats, play)
     rates = {way: [each["tokens_per_s"] for each in runs] for way, runs in found.items()}
     return {
-        "benchmark": "adapters",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "load_s": statistics.median(load_s),
         "without": summary(found[_WITHOUT]),
         "cases": [
@@ -70,7 +76,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
             for count in counts
         ],
-        **environment.describe(),
     }
 
 
@@ -83,58 +88,19 @@ def _loaded(rt: Runtime, number: int, options: argparse.Namespace) -> float:
     return time.perf_counter() - begin_s
 
 
-def _played(rt: Runtime, prompts: list[Any], count: int, output_tokens: int) -> Figures:
-    rt.forget_kept_pages()
-    params = [
-        SamplingParams(
-            max_tokens=output_tokens,
-            forced_length=output_tokens,
-            ignore_eos=True,
-            adapter=str(index % count) if count else None,
-        )
-        for index in range(len(prompts))
-    ]
-    begin_s = time.perf_counter()
-    done = rt.generate(prompts, params, progress=False)
-    wall_s = time.perf_counter() - begin_s
-    num_tokens = sum(len(each.token_ids) for each in done)
-    return {
-        "wall_s": wall_s,
-        "num_failed": sum(each.error is not None for each in done),
-        "output_tokens": num_tokens,
-        "tokens_per_s": num_tokens / wall_s,
-    }
-
-
 def _is_whole(result: dict[str, Any]) -> bool:
     return not any(case["num_failed"] for case in (result["without"], *result["cases"]))
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    share = "{share_of_throughput[median]:.2f} ({share_of_throughput[range][0]:.2f} to "
-    share += "{share_of_throughput[range][1]:.2f})"
-    print_table(
-        [{"num_adapters": "without", **result["without"]}, *result["cases"]],
-        ("adapters", "{num_adapters}"),
-        ("tokens/s", "{tokens_per_s:.0f}"),
-        ("share", lambda case: share.format_map(case) if "share_of_throughput" in case else ""),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    workloads.add_arguments(parser)
-    add_repeats(parser, "way")
-    add_policy_options(parser, policies="auto", max_context=1024)
-    parser.add_argument(
-        "--adapters", default="0,1,8,64", help="numbers of adapters in use, separated by commas"
-    )
-    parser.add_argument("--rank", type=int, default=16, help="of each adapter")
-    parser.add_argument(
-        "--adapter-dtype", default=None, help="bfloat16, if not the dtype of the weights"
-    )
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+OPTIONS = (
+    *workloads.options(),
+    repeats("way"),
+    *policy_options("auto"),
+    option("--adapters", "0,1,8,64", "numbers of adapters in use, separated by commas"),
+    option("--rank", 16, "of each adapter"),
+    option("--adapter-dtype", None, "bfloat16, if not the dtype of the weights"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "adapters", is_whole=_is_whole)
 main = BENCHMARK.main
 
 

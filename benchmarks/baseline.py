@@ -19,10 +19,10 @@ from typing import Any, final
 
 from tqdm import tqdm
 
-from benchmarks.common import environment, processes
+from benchmarks.common import processes
 from benchmarks.common.environment import ROOT
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
+from benchmarks.common.harness import Benchmark, option, print_table
+from benchmarks.common.repeats import Figures, in_turns, ratio, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
 
 HERE, OTHER = "here", "against"
@@ -99,9 +99,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         figures = _measure(MEASUREMENTS[name], checkouts[checkout])
         found.setdefault(name, {}).setdefault(checkout, []).append(figures)
     return {
-        "benchmark": "baseline",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "measurements": {
             name: {
                 **{checkout: summary(runs) for checkout, runs in both.items()},
@@ -112,8 +109,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 },
             }
             for name, both in found.items()
-        },
-        **environment.describe(),
+        }
     }
 
 
@@ -142,13 +138,12 @@ def _print_table(result: dict[str, Any]) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkout", type=Path, help="folder of the other checkout")
-    parser.add_argument("--only", default=None, help=f"some of {','.join(MEASUREMENTS)}")
-    add_repeats(parser, "checkout")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("checkout", None, "folder of the other checkout", Path, nargs=None),
+    option("--only", None, f"some of {','.join(MEASUREMENTS)}"),
+    repeats("checkout"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "baseline", show=_print_table)
 main = BENCHMARK.main
 
 

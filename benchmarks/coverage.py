@@ -1,6 +1,6 @@
 """Which architectures of transformers load here and agree: `python -m benchmarks.coverage`.
 
-Prints one JSON object, and a table on stderr. It needs PyTorch and transformers (the extra `test`).
+It needs PyTorch and transformers (the extra `test`).
 Of every text architecture that generates, a tiny random checkpoint is loaded here:
 
 - `agrees`: the prompt's logits in float32 are within 1e-4 (relative norm) of those of transformers,
@@ -16,7 +16,6 @@ one, and the text models of its models of images and text that have no class of 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import warnings
@@ -34,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table, reason
+from benchmarks.common.harness import Benchmark, option, reason
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -143,8 +142,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{architecture.kind}: {row}", file=sys.stderr)
     counts = Counter(row.outcome for row in found.values())
     return {
-        "benchmark": "coverage",
-        "arguments": arguments_of(options),
         "repeats": 1,
         "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
         "architectures": {kind: asdict(row) for kind, row in sorted(found.items())},
@@ -301,29 +298,12 @@ def _logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].numpy()
 
 
-def show(result: dict[str, Any]) -> None:
-    rows = [{"kind": kind, **row} for kind, row in result["architectures"].items()]
-    print_table(
-        rows,
-        ("architecture", "{kind}"),
-        ("outcome", "{outcome}"),
-        ("family, or the nearest", lambda row: str(row["family"] or row["nearest"] or "")),
-        ("error", lambda row: "" if row["error"] is None else f"{row['error']:.0e}"),
-        ("why", lambda row: ", ".join(row["unread"]) or row["reason"] or ""),
-        title=json.dumps(result["counts"]),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("architectures").add_argument
-    add("--only", nargs="+", default=[], metavar="NAME", help="model types; all by default")
-
-
 def is_whole(result: dict[str, Any]) -> bool:
     return not result["counts"]["disagrees"] and not result["counts"]["fails"]
 
 
-BENCHMARK = Benchmark(__doc__, run, add_options, show=show, is_whole=is_whole)
+OPTIONS = (option("--only", [], "model types; all by default", nargs="+", metavar="NAME"),)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "coverage", is_whole=is_whole)
 main = BENCHMARK.main
 
 

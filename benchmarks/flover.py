@@ -2,8 +2,7 @@
 
 Section VI with every time scaled to this model: the paper's milliseconds are relative to the 5,800
 ms that one request takes there, and lengths relative to its 512 tokens. A repeat takes about a
-quarter of an hour on two cores. Progress on stderr, one JSON object on stdout;
-docs/benchmarks/papers.md says what each part holds.
+quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from typing import Any, final
 
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     VARIANTS,
-    add_policy_options,
     parse_policies,
+    policy_options,
 )
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
@@ -213,28 +211,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         section = SectionVI(options, runtimes, policies)
         parts = section.play()
     return {
-        "benchmark": "flover",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "alone_s": section.alone_s,
         "interval_s": section.seconds(PAPER_INTERVAL_MS),
         **parts,
-        **environment.describe(),
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--max-requests", type=int, default=32, help="1, 2, 4, ... up to this many")
-    add("--prompt-tokens", type=int, default=16, help="of each prompt")
-    add("--output-tokens", type=int, default=32, help="of each answer; the paper has 512")
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
-    add("--quick", action="store_true", help="4 requests of 8 tokens, once")
-    add_repeats(parser, "policy")
-    add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=None)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options)
+OPTIONS = (
+    option("--max-requests", 32, "1, 2, 4, ... up to this many"),
+    option("--prompt-tokens", 16, "of each prompt"),
+    option("--output-tokens", 32, "of each answer; the paper has 512"),
+    option("--seed", 0, "of prompts, lengths and arrivals"),
+    option("--quick", False, "4 requests of 8 tokens, once"),
+    repeats("policy"),
+    *policy_options(REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=None),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "flover")
 main = BENCHMARK.main
 
 

@@ -1,8 +1,7 @@
 """Latency against the rate of arrivals: `python -m benchmarks.online --help`.
 
 Poisson arrivals at rising rates, the policies in turns at each. By default rates rise until p90 of
-the normalised latency is five times that at the lowest rate, or throughput no longer rises. A table
-on stderr, one JSON object on stdout; docs/benchmarks/serving.md says what each figure means.
+the normalised latency is five times that at the lowest rate, or throughput no longer rises.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common import environment, sweep, workloads
-from benchmarks.common.harness import Benchmark, arguments_of, numbers, print_table
-from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import add_repeats
+from benchmarks.common import sweep, workloads
+from benchmarks.common.harness import Benchmark, numbers, option
+from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.repeats import repeats
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.metrics import goodput
 from jaxserve.workload import WorkloadItem
@@ -63,13 +62,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 repeats=options.repeats,
             )
     return {
-        "benchmark": "online",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "policies": {
             name: {"alone_s": alone_s[name], **asdict(curve)} for name, curve in curves.items()
-        },
-        **environment.describe(),
+        }
     }
 
 
@@ -84,46 +79,23 @@ def _or_infinite(limit_s: float | None) -> float:
     return float("inf") if limit_s is None else limit_s
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    within = "{goodput[requests_per_s]:.3g}/s, {goodput[share]:.0%}"
-    print_table(
-        [
-            {"policy": name, **point}
-            for name, curve in result["policies"].items()
-            for point in curve["points"]
-        ],
-        ("policy", "{policy}"),
-        ("requests/s", "{rate:.3g}"),
-        ("served", "{requests_per_s:.3g}"),
-        ("tokens/s", "{output_tokens_per_s:.0f}"),
-        ("latency p50 s", "{latency_s[p50]:.1f}"),
-        ("p99 s", "{latency_s[p99]:.1f}"),
-        ("s/token p50", "{normalised_latency_s[p50]:.3f}"),
-        ("p90", "{normalised_latency_s[p90]:.3f}"),
-        ("first token p90 s", "{time_to_first_token_s[p90]:.2f}"),
-        ("goodput", lambda point: within.format_map(point) if point.get("goodput") else ""),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rates", default=None, help="requests a second, separated by commas: these and no other")
-    add(
+OPTIONS = (
+    option("--rates", None, "requests a second, separated by commas: these and no other"),
+    option(
         "--start-rate",
-        type=float,
-        default=None,
-        help="requests a second to rise from; half of what one by one would be served if not given",
-    )
-    add("--factor", type=float, default=2.0, help="from one rate to the next")
-    add("--max-rates", type=int, default=8, help="most rates a policy")
-    add("--slo-ttft", type=float, default=None, help="goodput: most seconds to the first token")
-    add("--slo-tpot", type=float, default=None, help="goodput: most seconds an output token")
-    workloads.add_arguments(parser)
-    add_repeats(parser, "policy at every rate")
-    add_policy_options(parser, policies="fastertransformer,orca,vllm_like", max_context=1024)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+        None,
+        "requests a second to rise from; half of what one by one would be served if not given",
+        float,
+    ),
+    option("--factor", 2.0, "from one rate to the next"),
+    option("--max-rates", 8, "most rates a policy"),
+    option("--slo-ttft", None, "goodput: most seconds to the first token", float),
+    option("--slo-tpot", None, "goodput: most seconds an output token", float),
+    *workloads.options(),
+    repeats("policy at every rate"),
+    *policy_options("fastertransformer,orca,vllm_like"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "online")
 main = BENCHMARK.main
 
 

@@ -1,24 +1,23 @@
 """Section 3.6 of the Pensieve thesis, simulated: `python -m benchmarks.pensieve --help`.
 
 The thesis's models on its GPUs, as rooflines, under the scheduler, page cache and supervisor that
-serve on a device. Tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what
-each figure means.
+serve on a device.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import environment, sweep
-from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common import sweep
+from benchmarks.common.counters import average_batch, counters_of
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
@@ -298,8 +297,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         sets = [played(options, panel, drawn[panel.min_rounds], bar) for panel in panels]
     compare_with_stateless(sets)
     return {
-        "benchmark": "pensieve",
-        "arguments": arguments_of(options),
         "conversations": {str(rounds): described(talks) for rounds, talks in sorted(drawn.items())},
         "chunk_cost_s": {
             name: {
@@ -309,7 +306,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for name in MACHINES
         },
         "sets": sets,
-        **environment.describe(),
     }
 
 
@@ -324,98 +320,18 @@ def panels_of(options: argparse.Namespace) -> list[Panel]:
     return [panel for panel in PANELS if panel.figure in wanted]
 
 
-def _eviction_pairs(each: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the points of LRU and of cost over time at the rates that both played (3.14)."""
-    policies = each["policies"]
-    if {"pensieve_lru", "pensieve"} <= policies.keys():
-        by_rate = {point["rate"]: point for point in policies["pensieve"]["points"]}
-        for lru in policies["pensieve_lru"]["points"]:
-            if lru["rate"] in by_rate:
-                yield lru, by_rate[lru["rate"]]
-
-
-def _print_tables(result: dict[str, Any]) -> None:
-    def thesis_gain(row: dict[str, Any]) -> str:
-        return f"{row['gain']}" if row["policy"] == "pensieve" and row["gain"] else ""
-
-    print_table(
-        [
-            {**each, "policy": name, **curve}
-            for each in result["sets"]
-            for name, curve in each["policies"].items()
-        ],
-        ("figure", "{figure}"),
-        ("model", "{model}"),
-        ("rounds", "{min_rounds}"),
-        ("reaction s", "{reaction_s:g}"),
-        ("policy", "{policy}"),
-        ("requests/s at bound", _number("requests_per_s_at_bound")),
-        ("of stateless", _number("of_stateless")),
-        ("thesis", thesis_gain),
-    )
-    pairs = [
-        {
-            "model": each["model"],
-            "rate": lru["rate"],
-            "lru": PrefixCounts.of(lru["engine"]),
-            "other": PrefixCounts.of(other["engine"]),
-        }
-        for each in result["sets"]
-        for lru, other in _eviction_pairs(each)
-    ]
-    print_table(
-        pairs,
-        ("model", "{model}"),
-        ("rate", "{rate:.2f}"),
-        ("hit: LRU", "{lru.hit_share:.1%}"),
-        ("cost over time", "{other.hit_share:.1%}"),
-        ("recomputed: LRU", "{lru.evicted:.0f}"),
-        ("cost over time", "{other.evicted:.0f}"),
-        ("fewer", _fewer_evicted),
-        title="3.14",
-    )
-
-
-def _number(figure: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: "" if row[figure] is None else f"{row[figure]:.2f}"
-
-
-def _fewer_evicted(row: dict[str, Any]) -> str:
-    before = row["lru"].evicted
-    return f"{1 - row['other'].evicted / before:.1%}" if before else ""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--figures", default="3.12,3.13,3.14,3.15,3.16", help="which to play")
-    add(
-        "--num-conversations",
-        type=int,
-        default=4000,
-        help="drawn from ShareGPT; half as many with five rounds or more",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=1200.0,
-        help="virtual seconds in which conversations begin and go on",
-    )
-    add("--warm-up", type=float, default=500.0, help="seconds of these that do not count")
-    add(
-        "--bound",
-        type=float,
-        default=0.2,
-        help="throughput is compared where p90 is this many seconds a token",
-    )
-    add(
-        "--efficiency", type=float, default=0.5, help="share of the GPUs' rooflines that is reached"
-    )
-    add("--copies-before", action="store_true", help="swap before computing instead of beside it")
-    add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
-    add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+OPTIONS = (
+    option("--figures", "3.12,3.13,3.14,3.15,3.16", "which to play"),
+    option("--num-conversations", 4000, "of ShareGPT; half as many with five rounds or more"),
+    option("--seconds", 1200.0, "virtual seconds in which conversations begin and go on"),
+    option("--warm-up", 500.0, "seconds of these that do not count"),
+    option("--bound", 0.2, "throughput is compared where p90 is this many seconds a token"),
+    option("--efficiency", 0.5, "share of the GPUs' rooflines that is reached"),
+    option("--copies-before", False, "swap before computing instead of beside it"),
+    option("--model", "smollm2-135m", "the model whose tokenizer counts"),
+    option("--seed", 0, "of the draw, the arrivals and the reactions"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "pensieve")
 main = BENCHMARK.main
 
 

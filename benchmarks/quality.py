@@ -1,7 +1,7 @@
 """Quality of weights in few bits, against the unquantised model's: `python -m benchmarks.quality`.
 
-Prints one JSON object, and a table on stderr. Texts are first turns of ShareGPT conversations, on
-which nothing here was trained or calibrated. Every token is predicted from the previous tokens of
+Texts are first turns of ShareGPT conversations, on which nothing here was trained or calibrated.
+Every token is predicted from the previous tokens of
 the text; docs/quantisation.md says what each figure means.
 """
 
@@ -11,13 +11,12 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, print_table
+from benchmarks.common.harness import Benchmark, option
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import QUANTIZE
 
@@ -118,7 +117,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {quality}", file=sys.stderr)
         found[name] = {**asdict(quality), "weights_bytes": num_bytes}
     return {
-        "benchmark": "quality",
         "model": options.model,
         "dtype": options.dtype,
         "num_texts": len(texts),
@@ -132,7 +130,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for name in formats
             for problem in problems(name, found[name], base.perplexity)
         ],
-        **environment.describe(),
     }
 
 
@@ -215,50 +212,17 @@ def _measured(
     return quality, _num_bytes(model)
 
 
-def show_result(result: dict[str, Any]) -> None:
-    base = result["unquantised"]
-
-    def of_format(template: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: template.format_map(row) if "ratio" in row else ""
-
-    rows = [{"format": "unquantised", **base}]
-    for name, figures in result["formats"].items():
-        ratio = figures["perplexity"] / base["perplexity"]
-        rows.append({"format": name, "ratio": ratio, **figures})
-    print_table(
-        rows,
-        ("format", "{format}"),
-        ("MB", lambda row: f"{row['weights_bytes'] / 1e6:.0f}"),
-        ("perplexity", "{perplexity:.3f}"),
-        ("x", of_format("{ratio:.3f}")),
-        ("KL", of_format("{divergence:.4f}")),
-        ("same greedy token", of_format("{agreement:.1%}")),
-    )
-    for warning in result["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--dtype", default="float32", help="of the unquantised model and of activations")
-    add(
-        "--formats",
-        default="bf16,int8,int4,fp8,keep",
-        help=f"some of {FORMATS}, separated by commas",
-    )
-    add(
-        "--quantize-embeddings",
-        default=None,
-        help="of the embedding and the head, where it is not the format's usual one",
-    )
-    add("--texts", type=int, default=16, help="how many turns")
-    add("--tokens", type=int, default=256, help="of each, at most")
-    add("--seed", type=int, default=0, help="of the draw")
-    add("--path", type=Path, default=None, help="a ShareGPT file, if not the published one")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result)
+OPTIONS = (
+    option("--model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("--dtype", "float32", "of the unquantised model and of activations"),
+    option("--formats", "bf16,int8,int4,fp8,keep", f"some of {FORMATS}, separated by commas"),
+    option("--quantize-embeddings", None, "of embedding and head, if not the format's usual one"),
+    option("--texts", 16, "how many turns"),
+    option("--tokens", 256, "of each, at most"),
+    option("--seed", 0, "of the draw"),
+    option("--path", None, "a ShareGPT file, if not the published one", Path),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "quality")
 main = BENCHMARK.main
 
 

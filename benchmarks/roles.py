@@ -15,11 +15,11 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.repeats import add_repeats, in_turns, summary
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.repeats import Figures, repeats, summary, take_turns
 from jaxserve.core.metrics import spread
 from jaxserve.engine.answers import Piece
-from jaxserve.workload import random_items
+from jaxserve.workload import WorkloadItem, random_items
 from jaxserve.workload.items import with_arrivals
 
 if TYPE_CHECKING:
@@ -36,17 +36,16 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve import Fleet
 
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     answers = []
-    for _, name in in_turns(list(CONTENDERS), options.repeats):
+
+    def play(name: str) -> Figures:
         with Fleet(options.model, progress=False, **CONTENDERS[name], **options.settings) as fleet:
             figures, tokens = _measured(fleet, options)
-        runs[name].append(figures)
         answers.append(tokens)
+        return figures
+
+    runs = take_turns(list(CONTENDERS), options.repeats, play)
     return {
-        "benchmark": "roles",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "same_tokens": all(tokens == answers[0] for tokens in answers),
         "fleets": {name: summary(of_one) for name, of_one in runs.items()},
         **environment.describe("ray"),
@@ -64,24 +63,21 @@ class _Arrivals:
             self.at_s.append(time.perf_counter() - self._begin_s)
 
 
-def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[dict[str, Any], list[Any]]:
+def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[Figures, list[Any]]:
     """Return the figures of one run, and the tokens of its answers."""
-    items = random_items(
-        options.num_requests,
-        num_prompt_tokens=options.prompt_tokens,
-        num_output_tokens=options.output_tokens,
-        vocab_size=fleet.vocab_size,
-        seed=options.seed,
-    )
-    items = with_arrivals(items, options.arrivals, options.seed)
+
+    def drawn(count: int, seed: int) -> list[WorkloadItem]:
+        return random_items(
+            count,
+            num_prompt_tokens=options.prompt_tokens,
+            num_output_tokens=options.output_tokens,
+            vocab_size=fleet.vocab_size,
+            seed=seed,
+        )
+
+    items = with_arrivals(drawn(options.num_requests, options.seed), options.arrivals, options.seed)
     # Other prompts first, one for each replica, so that no first step is measured.
-    warm = random_items(
-        2,
-        num_prompt_tokens=options.prompt_tokens,
-        num_output_tokens=options.output_tokens,
-        vocab_size=fleet.vocab_size,
-        seed=options.seed + 1,
-    )
+    warm = drawn(2, options.seed + 1)
     fleet.generate([list(item.prompt_token_ids) for item in warm], [item.params() for item in warm])
     before = fleet.stats()
     begin_s = time.perf_counter()
@@ -109,32 +105,17 @@ def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[dict[str, Any]
     }, [each.token_ids for each in done]
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [{"fleet": name, **figures} for name, figures in result["fleets"].items()],
-        ("fleet", "{fleet}"),
-        ("tokens/s", "{output_tokens_per_s:.0f}"),
-        ("first token p50 s", "{first_token_s[p50]:.3f}"),
-        ("p99", "{first_token_s[p99]:.3f}"),
-        ("latency p50 s", "{latency_s[p50]:.3f}"),
-        ("p99", "{latency_s[p99]:.3f}"),
-        ("gap p99 s", lambda row: f"{row['gap_s']['p99']:.3f}" if row["gap_s"] else ""),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("settings", nargs="?", type=json.loads, default={}, help="JSON of further `Fleet` settings")
-    add("--num-requests", type=int, default=64, help="requests of a run")
-    add("--prompt-tokens", type=int, default=512, help="tokens of each prompt")
-    add("--output-tokens", type=int, default=64, help="tokens of each answer")
-    add("--arrivals", default="poisson:2", help="all, constant:S or poisson:R, per second")
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
-    add_repeats(parser, "fleet")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("settings", {}, "JSON of further `Fleet` settings", json.loads),
+    option("--num-requests", 64, "requests of a run"),
+    option("--prompt-tokens", 512, "tokens of each prompt"),
+    option("--output-tokens", 64, "tokens of each answer"),
+    option("--arrivals", "poisson:2", "all, constant:S or poisson:R, per second"),
+    option("--seed", 0, "of prompts and arrivals"),
+    repeats("fleet"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "roles")
 main = BENCHMARK.main
 
 

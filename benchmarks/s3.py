@@ -1,23 +1,21 @@
 """The S3 paper's tables 2 to 4 and figures 4d and 5, simulated: `python -m benchmarks.s3 --help`.
 
 The paper's models on its GPU, as rooflines, under the scheduler, page pool and supervisor that
-serve on a device. A table on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what
-each figure means.
+serve on a device.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 
-from benchmarks.common import environment
 from benchmarks.common.counters import average_batch
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
@@ -97,14 +95,6 @@ def machines() -> Iterator[tuple[str, RooflineCost]]:
             f"GPT3, {count} GPUs",
             RooflineCost(model=GPT3, roofs=A100, page_tokens=PAGE_TOKENS, num_stages=count),
         )
-
-
-def paper_value(model: str, key: str, policy: str) -> float | None:
-    """Return the paper's own number; None if it has none."""
-    values = PAPER.get(model, {}).get(key)
-    if values is None or policy not in PAPER_POLICIES:
-        return None
-    return values[PAPER_POLICIES.index(policy)]
 
 
 # Section 4.1: seconds a token that an English reader takes.
@@ -227,14 +217,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     lengths = [item.num_output_tokens for item in items]
     return {
-        "benchmark": "s3",
-        "arguments": arguments_of(options),
         "mean_prompt_tokens": float(np.mean([len(item.prompt_token_ids) for item in items])),
         "mean_output_tokens": float(np.mean(lengths)),
         "models": offline,
         "paper": PAPER,
         "slo": slo,
-        **environment.describe(),
     }
 
 
@@ -259,64 +246,16 @@ def _requests(
     return items, imitated(items, options.accuracy, options.seed)
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    print_table(
-        [
-            {"model": model, "policy": policy, "orca": runs["orca"], **figures}
-            for model, runs in result["models"].items()
-            for policy, figures in runs.items()
-        ],
-        ("model", lambda row: row["model"] if row["policy"] == "orca" else ""),
-        ("policy", "{policy}"),
-        ("tokens/s", "{output_tokens_per_s:.0f}"),
-        ("paper", _of_paper("output_tokens_per_s")),
-        ("batch", "{average_batch:.1f}"),
-        ("paper", _of_paper("average_batch")),
-        ("iterations", "{num_iterations}"),
-        ("paper", _of_paper("num_iterations")),
-        ("of ORCA", _of_orca),
-        ("paper", _of_orca_in_paper),
-        ("preempted", "{num_preemptions}"),
-    )
-
-
-def _of_paper(figure: str) -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        value = paper_value(row["model"], figure, row["policy"])
-        return "" if value is None else f"{value:.0f}"
-
-    return cell
-
-
-def _of_orca(row: dict[str, Any]) -> str:
-    return f"{row['output_tokens_per_s'] / row['orca']['output_tokens_per_s']:.2f}"
-
-
-def _of_orca_in_paper(row: dict[str, Any]) -> str:
-    rate, orca = (
-        paper_value(row["model"], "output_tokens_per_s", policy)
-        for policy in (row["policy"], "orca")
-    )
-    return f"{rate / orca:.2f}" if rate and orca else ""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--num-requests", type=int, default=2000, help="that arrive all at once")
-    add(
-        "--num-slo-requests",
-        type=int,
-        default=500,
-        help="of these that arrive at a rate; 0 for none",
-    )
-    add("--max-slots", type=int, default=1024, help="most sequences at once")
-    add("--predictor", default=None, help="folder of a trained predictor; imitated without it")
-    add("--accuracy", type=float, default=0.986, help="of the imitated predictor: table 5, Alpaca")
-    add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
-    add("--seed", type=int, default=0, help="of the draw, the arrivals and the imitation")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+OPTIONS = (
+    option("--num-requests", 2000, "that arrive all at once"),
+    option("--num-slo-requests", 500, "of these that arrive at a rate; 0 for none"),
+    option("--max-slots", 1024, "most sequences at once"),
+    option("--predictor", None, "folder of a trained predictor; imitated without it"),
+    option("--accuracy", 0.986, "of the imitated predictor: table 5, Alpaca"),
+    option("--model", "smollm2-135m", "the model whose tokenizer counts"),
+    option("--seed", 0, "of the draw, the arrivals and the imitation"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "s3")
 main = BENCHMARK.main
 
 

@@ -1,6 +1,6 @@
 """Bytes that sharding plans send, and bubbles of stages: `python -m benchmarks.sharding --help`.
 
-Prints one JSON object: for each plan the bytes that a decode iteration sends and the least that the
+Prints for each plan the bytes that a decode iteration sends and the least that the
 plan allows, the bubbles of a stage plan's pipeline and the ideal, and step times. Times mean
 nothing on forced host devices, which share the cores of the processor; counts and ratios hold.
 """
@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from benchmarks.common.harness import command, show
+from benchmarks.common.harness import Benchmark, option
 
 if TYPE_CHECKING:
     from jaxserve.execution.staged import Pass
@@ -129,26 +128,18 @@ def play(passes: Sequence[Pass], costs: Sequence[float]) -> Fill:
 PLANS = "1,tensor:2,tensor:4,tensor:8,4+4,2+3+3,3x4+3x2+1+1"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every plan on the same model and requests."""
     # Set before JAX is imported; it has no effect with GPUs.
     flag = f"--xla_force_host_platform_device_count={options.host_devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    return command(run, options, show_result=_print_table)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every plan on the same model and requests."""
     import jax
-
-    from benchmarks.common import environment
 
     runs = [_run(plan, options) for plan in options.plans.split(",")]
     expected = runs[0].pop("answers")
     for each in runs[1:]:
         each["same_tokens"] = each.pop("answers") == expected
     return {
-        "benchmark": "sharding",
         "times_mean_something": jax.default_backend() != "cpu",
         "model": {
             "layers": options.layers,
@@ -157,7 +148,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "rows": options.rows,
         "runs": runs,
-        **environment.describe(),
     }
 
 
@@ -281,58 +271,19 @@ def _median_step_s(rt: Runtime) -> dict[str, float]:
     return {kind: statistics.median(times) for kind, times in found.items() if times}
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    names = ("bytes an iteration", "least", "ratio", "bubble", "ideal", "same tokens")
-    table = Table("plan", *names, box=None, header_style="bold")
-    for run in result["runs"]:
-        decode, pipeline = run["decode"], run.get("pipeline")
-        table.add_row(
-            run["plan"],
-            f"{decode['bytes']:,}",
-            f"{decode['least_bytes']:,}",
-            f"{decode['ratio']:.2f}" if decode["ratio"] else "",
-            f"{pipeline['bubble']:.1%}" if pipeline else "",
-            f"{pipeline['ideal_bubble']:.1%}" if pipeline else "",
-            str(run.get("same_tokens", "")),
-        )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharding",
-        description="Bytes sent, bubbles and step times of plans that share a model out over "
-        "devices; prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--plans",
-        default=PLANS,
-        help="1, tensor:SHARDS, or stages of LAYERSxSHARDS joined with +",
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        default=None,
-        help="of stage plans; as many as stages by default",
-    )
-    add("--rows", type=int, default=16, help="sequences that run at once")
-    add("--output-tokens", type=int, default=32, help="of each")
-    add("--layers", type=int, default=8, help="of the random model")
-    add("--hidden-size", type=int, default=256, help="of the random model")
-    add("--vocab-size", type=int, default=2048, help="of the random model")
-    add("--policy", default="auto", help="scheduling preset")
-    add(
-        "--host-devices",
-        type=int,
-        default=8,
-        help="devices to make of the processor if there is no GPU",
-    )
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+OPTIONS = (
+    option("--plans", PLANS, "1, tensor:SHARDS, or stages of LAYERSxSHARDS joined with +"),
+    option("--micro-batches", None, "of stage plans; as many as stages by default", int),
+    option("--rows", 16, "sequences that run at once"),
+    option("--output-tokens", 32, "of each"),
+    option("--layers", 8, "of the random model"),
+    option("--hidden-size", 256, "of the random model"),
+    option("--vocab-size", 2048, "of the random model"),
+    option("--policy", "auto", "scheduling preset"),
+    option("--host-devices", 8, "devices to make of the processor if there is no GPU"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "sharding")
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

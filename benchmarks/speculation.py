@@ -11,16 +11,14 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import environment, workloads
-from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
-from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
-from benchmarks.common.serving import Runtimes
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option, whole_numbers
+from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
+from benchmarks.common.serving import Runtimes, answered
 from benchmarks.offline.peers.compare import Peer, any_failed, named
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
@@ -28,7 +26,6 @@ from jaxserve.engine.lookup import HostLookup
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
-    from jaxserve.core.request import Completion
     from jaxserve.runtime import Runtime
 
 
@@ -142,14 +139,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if peers and kind in compared_kinds:
                 answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
     compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
-    return {
-        "benchmark": "speculation",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
-        "cases": cases,
-        "peers": compared,
-        **environment.describe(),
-    }
+    return {"cases": cases, "peers": compared}
 
 
 def _kinds(option: str, given: str, allowed: Sequence[str]) -> list[str]:
@@ -162,14 +152,20 @@ def _kinds(option: str, given: str, allowed: Sequence[str]) -> list[str]:
 def _case(
     runtimes: dict[str, Runtime], kind: str, prompts: list[Any], options: argparse.Namespace
 ) -> dict[str, Any]:
-    found: dict[str, list[Figures]] = {way: [] for way in runtimes}
     answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in runtimes}
     most: list[float] = []
-    for _, way in in_turns(tuple(runtimes), options.repeats):
-        figures, done = _played(runtimes[way], prompts, options.output_tokens)
-        found[way].append(figures)
+    params = SamplingParams(max_tokens=options.output_tokens)
+
+    def play(way: str) -> Figures:
+        figures, engine, done = answered(runtimes[way], prompts, params)
         answers[way] += [tuple(each.token_ids) for each in done]
-        most = most or [most_by_lookup(each.prompt_token_ids, each.token_ids) for each in done]
+        if not most:
+            most.extend(most_by_lookup(each.prompt_token_ids, each.token_ids) for each in done)
+        num_computed, num_right = engine["num_draft_tokens"], engine["num_accepted_tokens"]
+        share = num_right / num_computed if num_computed else 0.0
+        return {**figures, "num_draft_tokens": num_computed, "accepted_share": share}
+
+    found = take_turns(tuple(runtimes), options.repeats, play)
     rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
     return {
         "kind": kind,
@@ -211,11 +207,11 @@ def _compared(
     counts: list[int],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the figures of all engines, which print a table, with lookup decoding."""
-    from benchmarks.offline.peers.compare import compare, print_table
+    """Return the figures of all engines, with lookup decoding."""
+    from benchmarks.offline.peers.compare import compare
     from jaxserve.models.registry import resolve
 
-    result = compare(
+    return compare(
         peers,
         resolve(options.model).fetch(),
         items,
@@ -225,28 +221,6 @@ def _compared(
         fewer=sorted({*counts} - {max(counts)}),
         speculates=True,
     )
-    print_table(result)
-    return result
-
-
-def _played(
-    rt: Runtime, prompts: list[Any], output_tokens: int
-) -> tuple[Figures, list[Completion]]:
-    rt.forget_kept_pages()
-    before, begin_s = counters_of(rt.stats()), time.perf_counter()
-    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
-    wall_s = time.perf_counter() - begin_s
-    num_tokens = sum(len(each.token_ids) for each in done)
-    engine = since(before, counters_of(rt.stats()))
-    num_computed, num_right = engine["num_draft_tokens"], engine["num_accepted_tokens"]
-    return {
-        "wall_s": wall_s,
-        "num_failed": sum(each.error is not None for each in done),
-        "output_tokens": num_tokens,
-        "tokens_per_s": num_tokens / wall_s,
-        "num_draft_tokens": num_computed,
-        "accepted_share": num_right / num_computed if num_computed else 0.0,
-    }, done
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
@@ -258,46 +232,17 @@ def _is_whole(result: dict[str, Any]) -> bool:
     return is_same and not any(case[way]["num_failed"] for case, way in ways)
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [
-            {**case, "way": way, "faster": faster, "with": case[way]}
-            for case in result["cases"]
-            for way, faster in case["is_faster_by"].items()
-        ],
-        ("prompts", "{kind}"),
-        ("requests", "{num_requests}"),
-        ("proposer", "{way}"),
-        ("tokens/s without", "{without[tokens_per_s]:.0f}"),
-        ("with", "{with[tokens_per_s]:.0f}"),
-        (
-            "faster by",
-            "{faster[median]:.2f} ({faster[range][0]:.2f} to {faster[range][1]:.2f})",
-        ),
-        ("at most", lambda row: f"{row['most_by_lookup']:.2f}" if row["way"] == _LOOKUP else ""),
-        ("accepted", "{with[accepted_share]:.0%}"),
-        ("same", "{num_same_answers}/{num_answers}"),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    workloads.add_arguments(parser)
-    add_repeats(parser, "way")
-    add_policy_options(parser, policies="auto", max_context=1024)
-    text = f"kinds of prompts, separated by commas: {', '.join(KINDS)}"
-    parser.add_argument("--kinds", default=",".join(KINDS), help=text)
-    parser.add_argument(
-        "--requests", default="1,4,16,64", help="numbers of requests at once, separated by commas"
-    )
-    text = "name, folder or file of a draft model, to compare it too"
-    parser.add_argument("--draft-model", default=None, help=text)
-    text = f"engines to run beside it, with lookup decoding: {', '.join(_PEERS)}"
-    parser.add_argument("--compare", default=None, help=text)
-    text = "kinds of prompts that they answer; by default all, about 20 minutes each on two cores"
-    parser.add_argument("--compare-kinds", default=None, help=text)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+OPTIONS = (
+    *workloads.options(),
+    repeats("way"),
+    *policy_options("auto"),
+    option("--kinds", ",".join(KINDS), "kinds of prompts, separated by commas"),
+    option("--requests", "1,4,16,64", "numbers of requests at once, separated by commas"),
+    option("--draft-model", None, "name, folder or file of a draft model, to compare it too"),
+    option("--compare", None, f"engines to run beside it, which look up: {', '.join(_PEERS)}"),
+    option("--compare-kinds", None, "the kinds that they answer; all by default, 20 minutes each"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "speculation", is_whole=_is_whole)
 main = BENCHMARK.main
 
 

@@ -11,12 +11,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import environment, workloads
-from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, add_repeats, ratios, summary
-from benchmarks.common.serving import Runtimes
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.repeats import Figures, ratios, repeats, summary
+from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
 
@@ -62,13 +61,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             found["without"].append(figures)
     share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in ("with", "without")))
     return {
-        "benchmark": "structured",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "first_run_s": first_s,
         **{name: summary(runs) for name, runs in found.items()},
         "costs": summary([{"throughput_share": each} for each in share]),
-        **environment.describe(),
     }
 
 
@@ -93,51 +88,29 @@ def _free(options: argparse.Namespace, num_tokens: int) -> SamplingParams:
 def _played(
     rt: Runtime, items: list[WorkloadItem], params: list[SamplingParams]
 ) -> tuple[Figures, list[int]]:
-    rt.forget_kept_pages()
-    before, begin_s = counters_of(rt.stats()), time.perf_counter()
-    answers = rt.generate([list(item.prompt_token_ids) for item in items], params, progress=True)
-    wall_s = time.perf_counter() - begin_s
-    lengths = [len(answer.token_ids) for answer in answers]
-    num_tokens = sum(lengths)
-    engine = since(before, counters_of(rt.stats()))
-    figures = {
-        "wall_s": wall_s,
-        "num_failed": sum(answer.error is not None for answer in answers),
+    figures, engine, answers = answered(rt, [list(item.prompt_token_ids) for item in items], params)
+    num_tokens = max(1, figures["output_tokens"])
+    figures |= {
         "num_ended": sum(answer.finish_reason == "stop" for answer in answers),
-        "output_tokens": num_tokens,
-        "tokens_per_s": num_tokens / wall_s,
-        "token_s": wall_s / max(1, num_tokens),
-        "mask_token_s": engine["mask_s"] / max(1, num_tokens),
-        "forced_share": engine["num_forced"] / max(1, num_tokens),
+        "token_s": figures["wall_s"] / num_tokens,
+        "mask_token_s": engine["mask_s"] / num_tokens,
+        "forced_share": engine["num_forced"] / num_tokens,
         "host_gap_share": engine["host_gap_s"] / engine["busy_s"] if engine["busy_s"] else 0.0,
     }
-    return figures, lengths
+    return figures, [len(answer.token_ids) for answer in answers]
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
     return not result["with"]["num_failed"] and not result["without"]["num_failed"]
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [{"grammars": name, **result[name]} for name in ("with", "without")],
-        ("grammars", "{grammars}"),
-        ("tokens/s", "{tokens_per_s:.0f}"),
-        ("ms a token", lambda row: f"{row['token_s'] * 1e3:.2f}"),
-        ("mask ms a token", lambda row: f"{row['mask_token_s'] * 1e3:.3f}"),
-        ("forced", "{forced_share:.0%}"),
-        ("host gap", "{host_gap_share:.0%}"),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    workloads.add_arguments(parser)
-    parser.add_argument("--temperature", type=float, default=1.0, help="of both ways; 0 is greedy")
-    add_repeats(parser, "way")
-    add_policy_options(parser, policies="auto", max_context=1024)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+OPTIONS = (
+    *workloads.options(),
+    option("--temperature", 1.0, "of both ways; 0 is greedy"),
+    repeats("way"),
+    *policy_options("auto"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "structured", is_whole=_is_whole)
 main = BENCHMARK.main
 
 

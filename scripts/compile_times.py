@@ -1,4 +1,4 @@
-"""Seconds of compiling every executable of an 8B model for an H100, without the device.
+"""Seconds of compiling an 8B model for an H100, without one: `python -m scripts.compile_times`.
 
 `make compile-times` runs it with JAX's CUDA plug-in. The executables are those that a runtime with
 the defaults of GPUs compiles, and the small ones that move slots and pages. They are compiled
@@ -14,10 +14,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, cast, final
 
-from benchmarks.common.harness import command
+from benchmarks.common.harness import Benchmark, of_options, option
 from jaxserve.core.errors import InvalidConfigError
 
 # Vocabulary, hidden and intermediate size, layers, heads and KV heads.
@@ -53,25 +52,15 @@ class Job:
     first: bool
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return command(run, build_parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.common import environment
-
-    names = Job.__dataclass_fields__
-    job = Job(**{name: value for name, value in vars(options).items() if name in names})
+    job = of_options(Job, options)
     ways = options.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
         raise InvalidConfigError(f"--ways {unknown} are unknown; pass some of {', '.join(WAYS)}")
     return {
-        "benchmark": "compile_times",
         "repeats": 1,
-        "arguments": {**vars(options), "output": None},
         "num_cores": os.cpu_count(),
         **{way: _in_new_process(job, way) for way in ways},
-        **environment.describe(),
     }
 
 
@@ -191,24 +180,18 @@ class _Shapes:
         return None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="compile-times",
-        description="Compile every executable of a model for a GPU that is not there, one after "
-        "the other and on threads. Prints one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--target", default="h100", choices=("h100", "cpu"), help="what is compiled for")
-    add("--shape", default="8b", choices=tuple(SHAPES), help="of the Llama")
-    add("--layout", default="unrolled", choices=("unrolled", "scanned"), help="of the layers")
-    add("--max-slots", type=int, default=256, help="most sequences at once")
-    add("--max-step-tokens", type=int, default=2048, help="most tokens of one step")
-    add("--max-decode-iterations", type=int, default=16, help="of one decode loop")
-    add("--first", action="store_true", help="only what a request that runs alone waits for")
-    add("--ways", default=",".join(WAYS), help="which to measure, separated by commas")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+OPTIONS = (
+    option("--target", "h100", "what is compiled for", choices=("h100", "cpu")),
+    option("--shape", "8b", "of the Llama", choices=tuple(SHAPES)),
+    option("--layout", "unrolled", "of the layers", choices=("unrolled", "scanned")),
+    option("--max-slots", 256, "most sequences at once"),
+    option("--max-step-tokens", 2048, "most tokens of one step"),
+    option("--max-decode-iterations", 16, "of one decode loop"),
+    option("--first", False, "only what a request that runs alone waits for"),
+    option("--ways", ",".join(WAYS), "which to measure, separated by commas"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "compile_times")
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from benchmarks.cells.applications import (
     simulated,
 )
 from benchmarks.cells.contenders import ThesisCost, products
-from benchmarks.cells.peers.options import add_compare, any_failed, peers_of, run_peers
+from benchmarks.cells.peers.options import OPTIONS as PEER_OPTIONS
+from benchmarks.cells.peers.options import any_failed, peers_of, run_peers
 from benchmarks.cells.playing import compared, is_saturated, serve, simulate, warm
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, arguments_of, numbers, print_table
-from benchmarks.common.repeats import add_repeats, in_turns, summary
+from benchmarks.common.harness import Benchmark, Record, numbers, option
+from benchmarks.common.repeats import in_turns, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.workload.items import arrival_times
@@ -48,12 +48,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     names = _chosen(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="cells",
-        arguments=arguments_of(options),
-        repeats=options.repeats,
+    record = Record.of(
+        "cells",
+        options,
         sizes={
             "hidden_size": sizes.hidden_size,
             "vocab_size": sizes.vocab_size,
@@ -61,7 +58,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         points=[],
         task_s={},
-        **environment.describe(),
     )
     for name in names:
         workload = WORKLOADS[name]
@@ -82,29 +78,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     record.result["compared"] = _comparisons(record.result["points"])
     record.save()
     return record.result
-
-
-def show_result(result: dict[str, Any]) -> None:
-    def against(figure: str, form: str) -> Callable[[dict[str, Any]], str]:
-        def cell(row: dict[str, Any]) -> str:
-            found = row[figure].get(row["policy"])
-            return "" if found is None else format(found, form)
-
-        return cell
-
-    print_table(
-        [
-            {**entry, "policy": policy}
-            for entry in result["compared"]
-            for policy in entry["peaks_per_s"]
-        ],
-        ("workload", "{application}"),
-        ("", "{how}"),
-        ("policy", "{policy}"),
-        ("peak, requests/s", against("peaks_per_s", ".0f")),
-        ("ours over it", against("peak_over", ".2f")),
-        ("p90 lower by", against("p90_lower_by", ".0%")),
-    )
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
@@ -128,7 +101,6 @@ def _chosen(options: argparse.Namespace) -> list[str]:
             raise InvalidConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     parse_bytes(options.slot_memory)
     _shares(options)
-    in_turns([], options.repeats)
     if options.costs == "none" and not options.measured and options.compare is None:
         raise InvalidConfigError("nothing is to be done; pass --costs, --measured or --compare")
     return chosen
@@ -317,41 +289,22 @@ def _comparisons(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("workload").add_argument
-    add("--applications", default=",".join(WORKLOADS), help="some of them, with commas")
-    add("--lengths", choices=LENGTHS, default="wmt15", help="of sentences: fitted, or real text")
-    add("--longest", type=int, default=LONGEST, help="wmt15: longer sentences are left out")
-    add("--num-requests", type=int, default=10_000, help="of each run")
-    add("--seed", type=int, default=0, help="of lengths, trees, tokens and arrivals")
-    add = parser.add_argument_group("sweep").add_argument
-    add("--size", choices=tuple(SIZES), default="thesis", help="hidden size 1024, or 128")
-    add(
-        "--costs",
-        choices=COSTS,
-        default="thesis",
-        help="task times of the simulation: the thesis's GPU, this device, or no simulation",
-    )
-    add("--measured", action="store_true", help="also run on the device")
-    add(
-        "--slot-memory",
-        default="256MiB",
-        help="of live values on the device; with less, requests wait for slots, which policies do "
-        "not see",
-    )
-    add("--policies", default=None, help="with commas; by default those of the thesis")
-    add(
-        "--shares",
-        default=None,
-        help="rates, as shares of the rate with full batches alone, with commas",
-    )
-    add_repeats(parser, "policy on the device")
-    add_compare(parser)
-
-
-BENCHMARK = Benchmark(
-    __doc__, run, add_options, show=show_result, is_whole=_is_whole, has_budget=True
+OPTIONS = (
+    option("--applications", ",".join(WORKLOADS), "some of them, with commas"),
+    option("--lengths", "wmt15", "of sentences: fitted, or real text", choices=LENGTHS),
+    option("--longest", LONGEST, "wmt15: longer sentences are left out"),
+    option("--num-requests", 10_000, "of each run"),
+    option("--seed", 0, "of lengths, trees, tokens and arrivals"),
+    option("--size", "thesis", "hidden size 1024, or 128", choices=tuple(SIZES)),
+    option("--costs", "thesis", "of the simulation: the thesis's GPU, this device", choices=COSTS),
+    option("--measured", False, "also run on the device"),
+    option("--slot-memory", "256MiB", "of live values on the device; requests wait for slots"),
+    option("--policies", None, "with commas; by default those of the thesis"),
+    option("--shares", None, "rates, as shares of the rate with full batches alone, with commas"),
+    repeats("policy on the device"),
+    *PEER_OPTIONS,
 )
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, is_whole=_is_whole, has_budget=True)
 main = BENCHMARK.main
 
 

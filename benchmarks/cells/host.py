@@ -24,9 +24,8 @@ from benchmarks.cells.applications import (
     simulated,
 )
 from benchmarks.cells.contenders import OURS, batch_sizes_of
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, arguments_of, print_table
-from benchmarks.common.repeats import add_repeats, in_turns, summary
+from benchmarks.common.harness import Benchmark, Record, option
+from benchmarks.common.repeats import in_turns, repeats, summary
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.engine import CellEngine
@@ -46,15 +45,7 @@ _PARTS = ("unfolding_s", "serving_s", "scheduling_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="cells_host",
-        arguments=arguments_of(options),
-        repeats=options.repeats,
-        points=[],
-        **environment.describe(),
-    )
+    record = Record.of("cells_host", options, points=[])
     sizes = SIZES[options.size]
     requests: dict[str, list[CellRequest]] = {}
     for application in APPLICATIONS:
@@ -202,25 +193,13 @@ class _Handle:
         return self._results
 
 
-def show_result(result: dict[str, Any]) -> None:
-    print_table(
-        result["points"],
-        ("workload", "{application}"),
-        ("nodes/s", "{nodes_per_s:,.0f}"),
-        ("scheduled/s", "{scheduled_per_s:,.0f}"),
-        ("requests/s", "{requests_per_s:,.0f}"),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("workload").add_argument
-    add("--size", choices=tuple(SIZES), default="small", help="the largest batches")
-    add("--num-requests", type=int, default=500, help="of each application")
-    add("--seed", type=int, default=0, help="of lengths, trees and tokens")
-    add_repeats(parser, "application")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result, has_budget=True)
+OPTIONS = (
+    option("--size", "small", "the largest batches", choices=tuple(SIZES)),
+    option("--num-requests", 500, "of each application"),
+    option("--seed", 0, "of lengths, trees and tokens"),
+    repeats("application"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
 main = BENCHMARK.main
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from jaxserve.core.host import cpu_name
 
@@ -34,6 +35,17 @@ def describe(*others: str) -> dict[str, object]:
             "host_cores": len(os.sched_getaffinity(0)),
         },
         "versions": {"python": platform.python_version(), **versions(*PACKAGES, *others)},
+        "commit": commit(),
+    }
+
+
+def describe_torch(device: Any, *packages: str) -> dict[str, object]:
+    """Return PyTorch's device, versions and commit of a run of PyTorch alone."""
+    import torch
+
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": {"python": platform.python_version(), **versions(*packages)},
         "commit": commit(),
     }
 

@@ -10,14 +10,49 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
+from benchmarks.common import environment
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
+T = TypeVar("T")
 Run = Callable[[argparse.Namespace], dict[str, Any]]
+# A flag or the name of an argument, and what `ArgumentParser.add_argument` gets with it.
+Option = tuple[str, dict[str, Any]]
+
+
+def option(
+    flag: str,
+    default: Any,
+    text: str,
+    parse: Callable[[str], Any] | None = None,
+    **more: Any,
+) -> Option:
+    """Return one option of a command.
+
+    Args:
+      flag: "--name"; a name without dashes is an argument that may be left out.
+      default: False for a switch. A number is parsed as its type.
+      text: the help.
+      parse: makes the value from a text.
+      more: further arguments of `ArgumentParser.add_argument`.
+    """
+    if default is False:
+        return flag, {"action": "store_true", "help": text, **more}
+    if parse is None and isinstance(default, int | float):
+        parse = type(default)
+    if not flag.startswith("-"):
+        more.setdefault("nargs", "?")
+    return flag, {"default": default, "help": text, "type": parse, **more}
+
+
+def add_all(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Add the options to a parser."""
+    for flag, settings in options:
+        parser.add_argument(flag, **settings)
 
 
 def nothing_failed(result: dict[str, Any]) -> bool:
@@ -25,28 +60,8 @@ def nothing_failed(result: dict[str, Any]) -> bool:
     return not result.get("failed")
 
 
-def command(
-    run: Run,
-    options: argparse.Namespace,
-    *,
-    show_result: Callable[[dict[str, Any]], None] | None = None,
-    is_whole: Callable[[dict[str, Any]], bool] = nothing_failed,
-) -> int:
-    """Run a benchmark, print its result, and show it on stderr: the body of every `main`.
-
-    Returns:
-      The exit code: 0; 1 for a result that is not `is_whole`; 2 for invalid options, with the
-      error on stderr.
-    """
-    try:
-        result = run(options)
-    except JaxserveError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    emit(result, options.output)
-    if show_result is not None:
-        show_result(result)
-    return 0 if is_whole(result) else 1
+_OUTPUT = option("--output", None, "also write the object here", Path)
+_BUDGET = option("--budget", None, "seconds after which no measurement begins", float)
 
 
 @final
@@ -56,16 +71,20 @@ class Benchmark:
 
     Attributes:
       about: the docstring of its module, which names it: "What it is: `python -m MODULE`. ...".
-      run: measures, and returns the result, which is printed as one JSON object.
-      add_options: adds its options. Every benchmark has `--output`.
-      show: prints a table of the result on stderr; None for none.
+      run: measures, and returns the figures. The result, which is printed as one JSON object, also
+        has the kind, the arguments, and the facts of `environment.describe`.
+      options: those of the command. Every benchmark also has `--output`.
+      kind: the `benchmark` of the result, by which `benchmarks.figures` chooses its table; None if
+        `run` returns the whole result.
+      show: prints a table of the result on stderr; by default that of its kind.
       is_whole: whether the exit code of a result is 0.
       has_budget: whether it fills a `Record`, and so has `--budget`.
     """
 
     about: str | None
     run: Run
-    add_options: Callable[[argparse.ArgumentParser], None]
+    options: Iterable[Option] | Callable[[argparse.ArgumentParser], None]
+    kind: str | None = None
     show: Callable[[dict[str, Any]], None] | None = None
     is_whole: Callable[[dict[str, Any]], bool] = nothing_failed
     has_budget: bool = False
@@ -75,21 +94,60 @@ class Benchmark:
         command, _, details = rest.partition("`")
         parser = argparse.ArgumentParser(
             prog=" ".join(command.split()[:3]),
-            description=f"{summary}{details}",
+            description=f"{summary}{details} One JSON object on stdout, progress and tables on "
+            "stderr; docs/benchmarks.md says where each figure is described.",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        add = parser.add_argument_group("result").add_argument
-        if self.has_budget:
-            text = "seconds after which no measurement begins"
-            add("--budget", type=float, default=None, help=text)
-        add("--output", type=Path, default=None, help="also write the object here")
-        self.add_options(parser)
+        add_all(parser, (_BUDGET, _OUTPUT) if self.has_budget else (_OUTPUT,))
+        if callable(self.options):
+            self.options(parser)
+        else:
+            add_all(parser, self.options)
         return parser
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Run, print and write the result; return the exit code, see `command`."""
+        """Run, print and write the result.
+
+        Returns:
+          The exit code: 0; 1 for a result that is not `is_whole`; 2 for invalid options, with the
+          error on stderr.
+        """
         options = self.parser().parse_args(arguments)
-        return command(self.run, options, show_result=self.show, is_whole=self.is_whole)
+        try:
+            check_repeats(getattr(options, "repeats", 1))
+            result = self.run(options)
+        except JaxserveError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        if self.kind is not None:
+            result = whole_result(self.kind, options, result)
+        emit(result, options.output)
+        if self.show is not None:
+            self.show(result)
+        else:
+            from benchmarks.figures.tables import show_result
+
+            show_result(result)
+        return 0 if self.is_whole(result) else 1
+
+
+def check_repeats(repeats: int) -> None:
+    if repeats < 1:
+        raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
+
+
+def whole_result(
+    kind: str, options: argparse.Namespace, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return figures with their kind, the arguments, and where and of what they were measured.
+
+    Facts that the figures have themselves are kept.
+    """
+    about: dict[str, Any] = {"benchmark": kind, "arguments": arguments_of(options)}
+    if hasattr(options, "repeats"):
+        about["repeats"] = options.repeats
+    facts = {} if "device" in figures else environment.describe()
+    return {**about, **figures, **facts}
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,22 +155,15 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(options).items() if name != "output"}
     if given.get("predictor"):
         given["predictor"] = Path(given["predictor"])
-    return {name: v.name if isinstance(v, Path) else v for name, v in given.items()}
+    return {name: without_folder(value) for name, value in given.items()}
 
 
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Return an option's numbers, whole and above 0, separated by commas.
-
-    Raises:
-      InvalidConfigError: the text has anything else.
-    """
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise InvalidConfigError(f"{option} {text!r}: pass whole numbers above 0, such as 1,32")
-    return found
+def without_folder(value: Any) -> Any:
+    """Return the name of a file or folder, also of "kind:/folder/file"; other values unchanged."""
+    if isinstance(value, Path):
+        return value.name
+    kind, colon, file = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return f"{kind}{colon}{Path(file).name}" if file.startswith(("/", "~", ".")) else value
 
 
 def numbers(text: str, option: str) -> list[float]:
@@ -121,17 +172,35 @@ def numbers(text: str, option: str) -> list[float]:
     Raises:
       InvalidConfigError: the text has anything else.
     """
+    return _numbers(text, option, float, "numbers above 0, such as 0.5,1,2")
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Return the same if all of them are whole."""
+    return _numbers(text, option, int, "whole numbers above 0, such as 1,32")
+
+
+N = TypeVar("N", int, float)
+
+
+def _numbers(text: str, option: str, parse: type[N], what: str) -> list[N]:
     try:
-        found = [float(part) for part in text.split(",")]
+        found = [parse(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(0 < each < float("inf") for each in found):
-        raise InvalidConfigError(f"{option} {text!r}: pass numbers above 0, such as 0.5,1,2")
+        raise InvalidConfigError(f"{option} {text!r}: pass {what}")
     return found
 
 
-def show(table: Table) -> None:
-    """Print a table on stderr, at least 120 columns wide even where stderr is not a terminal."""
+def of_options(kind: type[T], options: argparse.Namespace, **given: Any) -> T:
+    """Return a dataclass whose fields are the options of their names, except those given."""
+    names = vars(kind)["__dataclass_fields__"].keys() & vars(options).keys()
+    return kind(**{name: getattr(options, name) for name in names} | given)
+
+
+def show(table: RenderableType) -> None:
+    """Print a table or a text on stderr, at least 120 columns wide also without a terminal."""
     console = Console(stderr=True)
     console.width = max(console.width, 120)
     console.print(table)
@@ -187,6 +256,11 @@ class Record:
         self.result: dict[str, Any] = {**about, "failed": {}, "skipped": []}
         self._path = path
         self._end_s = None if budget_s is None else time.monotonic() + budget_s
+
+    @classmethod
+    def of(cls, kind: str, options: argparse.Namespace, /, **about: Any) -> Record:
+        """Return the record of a benchmark's run, which begins as `whole_result` does."""
+        return cls(options.output, options.budget, **whole_result(kind, options, about))
 
     @property
     def is_spent(self) -> bool:

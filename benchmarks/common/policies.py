@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
+from benchmarks.common.harness import Option, option
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.memory.eviction import LRU
@@ -39,25 +40,23 @@ PREDICTING = ("s3", "auto")
 BASELINES = ("vllm_like", "s3_oracle")
 
 
-def add_policy_options(
-    parser: argparse.ArgumentParser, *, policies: str, max_context: int | None
-) -> None:
-    """Add the options for policies, model and memory.
+def policy_options(policies: str, *, max_context: int | None = 1024) -> tuple[Option, ...]:
+    """Return the options for policies, model and memory, see `Runtimes`.
 
     Args:
       policies: the default of `--policies`.
       max_context: the default of `--max-context`; None for a benchmark that sets it itself.
     """
     known = ", ".join([*PRESETS, *VARIANTS])
-    add = parser.add_argument
-    add("--policies", default=policies, help=f"separated by commas; known are {known}")
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--kv-memory", default=None, help='size of each page pool, e.g. "1GiB"')
-    add("--predictor", default=None, help="folder of a trained predictor, for policies that use it")
-    add("--max-slots", type=int, default=None, help="most sequences at once")
-    if max_context is not None:
-        text = "most tokens of prompt and answer"
-        add("--max-context", type=int, default=max_context, help=text)
+    context = option("--max-context", max_context, "most tokens of prompt and answer")
+    return (
+        option("--policies", policies, f"separated by commas; known are {known}"),
+        option("--model", "smollm2-135m", "a name, folder or GGUF file"),
+        option("--kv-memory", None, 'size of each page pool, e.g. "1GiB"'),
+        option("--predictor", None, "folder of a trained predictor, for policies that use it"),
+        option("--max-slots", None, "most sequences at once", int),
+        *(() if max_context is None else (context,)),
+    )
 
 
 def parse_policies(names: str) -> list[Policy]:

@@ -6,13 +6,13 @@ equally, and the range shows by how much. No figure is composed of parts of seve
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.core.errors import InvalidConfigError
+from benchmarks.common.harness import Option, check_repeats, option
 
 Figures = dict[str, Any]
 
@@ -43,16 +43,26 @@ class Spread:
         return self.low <= other.high and other.low <= self.high
 
 
-def add_repeats(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add `--repeats`; `what` names the contenders that take turns."""
+def repeats(what: str, default: int = REPEATS) -> Option:
+    """Return `--repeats`; `what` names the contenders that take turns."""
     text = f"whole runs of every {what}, in turns; the median and the range are reported"
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=text)
+    return option("--repeats", default, text)
+
+
+def take_turns(
+    names: Sequence[str], repeats: int, play: Callable[[str], Figures]
+) -> dict[str, list[Figures]]:
+    """Return the figures of each contender's runs, with the contenders in turns."""
+    runs: dict[str, list[Figures]] = {name: [] for name in names}
+    for number, name in in_turns(names, repeats):
+        print(f"run {number + 1} of {repeats}: {name}", file=sys.stderr)
+        runs[name].append(play(name))
+    return runs
 
 
 def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """Return the order of runs, (number of the run, name): A, B, C, A, B, C, ..."""
-    if repeats < 1:
-        raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
+    check_repeats(repeats)
     return ((number, name) for number in range(repeats) for name in names)
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.common.counters import average_batch, counters_of, since
 from benchmarks.common.policies import load_predictor
+from benchmarks.common.repeats import Figures
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.core.options import RuntimeOptions
@@ -93,7 +94,7 @@ class Runtimes:
     """Runtimes that share one copy of the weights. A context manager that closes them.
 
     Args:
-      options: as `add_policy_options` describes them.
+      options: see `policy_options`.
 
     Attributes:
       predictor: the predictor of `--predictor`; None without one.
@@ -211,3 +212,26 @@ def measure(
             "max_pages_owned": max((step.pages_owned for step in steps), default=0),
         },
     }, done
+
+
+def answered(
+    rt: Runtime, prompts: Sequence[Any], params: Any
+) -> tuple[Figures, dict[str, float], list[Completion]]:
+    """Answer prompts that come all at once, with an empty prefix cache.
+
+    Returns:
+      Seconds, tokens and tokens a second of the run, the engine's counters, and the completions.
+    """
+    rt.forget_kept_pages()
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    done = rt.generate(prompts, params)
+    wall_s = time.perf_counter() - begin_s
+    time.sleep(_SETTLING_S)
+    num_tokens = sum(len(each.token_ids) for each in done)
+    figures = {
+        "wall_s": wall_s,
+        "num_failed": sum(each.error is not None for each in done),
+        "output_tokens": num_tokens,
+        "tokens_per_s": num_tokens / wall_s,
+    }
+    return figures, since(before, counters_of(rt.stats())), done

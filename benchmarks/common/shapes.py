@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Of config.json, for Llama's architecture.
-_SIZES = (
+SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size"),
 )
@@ -17,7 +17,7 @@ SHAPES = {
 
 def hf_config(shape: str, num_layers: int | None = None) -> dict[str, Any]:
     """Return the config.json of a shape, with `num_layers` layers if given."""
-    config = dict(zip(_SIZES, SHAPES[shape], strict=True))
+    config = dict(zip(SIZES, SHAPES[shape], strict=True))
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     return {**config, "model_type": "llama", "max_position_embeddings": 8192}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.common.harness import Option, option
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import WorkloadItem, random_items
 from jaxserve.workload.items import with_arrivals
@@ -26,38 +27,29 @@ ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they we
 HELD_OUT = 0.15
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, *, num_requests: str = f"{NUM_REQUESTS}"
-) -> None:
-    """Add the options that choose requests and the lengths of their answers.
+def options(*, many: str = f"{NUM_REQUESTS}", **defaults: Any) -> tuple[Option, ...]:
+    """Return the options that choose requests and the lengths of their answers.
 
-    `num_requests` is a benchmark's default number, in words.
+    Args:
+      many: a benchmark's default number of requests, in words.
+      defaults: of options, by name, where a benchmark has others.
     """
-    add = parser.add_argument_group("workload").add_argument
-    add("--workload", type=_known, default="sharegpt", help=KNOWN)
-    add(
-        "--num-requests",
-        type=int,
-        default=None,
-        help=f"{num_requests} by default, or all that were recorded",
+    found = (
+        option("--workload", "sharegpt", KNOWN, _known),
+        option("--num-requests", None, f"{many} by default, or all that were recorded", int),
+        option("--seed", 0, "of the draw of the requests and of the arrivals"),
+        option("--prompt-tokens", 16, "uniform: of each prompt"),
+        option("--min-output-tokens", None, "uniform: of the shortest answer", int),
+        option("--output-tokens", 128, "sharegpt, uniform: of the longest answer"),
+        option("--max-prompt-tokens", 512, "sharegpt: longer ones are left out"),
+        option("--output-scale", 1.0, "sharegpt: multiplies answers' lengths"),
+        option("--unlimited", False, "sharegpt: requests set no limit but the context"),
+        option("--held-out", False, "sharegpt: only conversations that predictors do not train on"),
+        option("--scale", 1.0, "task: multiplies every length"),
     )
-    add("--seed", type=int, default=0, help="of the draw of the requests and of the arrivals")
-    add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
-    add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
-    add("--output-tokens", type=int, default=128, help="sharegpt, uniform: of the longest answer")
-    add("--max-prompt-tokens", type=int, default=512, help="sharegpt: longer ones are left out")
-    add("--output-scale", type=float, default=1.0, help="sharegpt: multiplies answers' lengths")
-    add(
-        "--unlimited",
-        action="store_true",
-        help="sharegpt: requests set no limit but the context, so policies know none",
-    )
-    add(
-        "--held-out",
-        action="store_true",
-        help="sharegpt: only conversations that predictors are not trained on",
-    )
-    add("--scale", type=float, default=1.0, help="task: multiplies every length")
+    for name, value in defaults.items():
+        dict(found)[f"--{name.replace('_', '-')}"]["default"] = value
+    return found
 
 
 def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:

@@ -1,8 +1,7 @@
 """Conversations whose turns come back: `python -m benchmarks.conversations --help`.
 
 Turns of ShareGPT in their order, each after the answer before and a reaction time (section 3.6.1 of
-the Pensieve thesis), at rising rates, the policies in turns at each. A table on stderr, one JSON
-object on stdout; docs/benchmarks/conversations.md says what each figure means.
+the Pensieve thesis), at rising rates, the policies in turns at each.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import environment, sweep
-from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
-from benchmarks.common.harness import Benchmark, arguments_of, numbers, print_table
-from benchmarks.common.policies import add_policy_options, missing_baselines, parse_policies
-from benchmarks.common.repeats import add_repeats
+from benchmarks.common import sweep
+from benchmarks.common.counters import average_batch, counters_of
+from benchmarks.common.harness import Benchmark, numbers, option
+from benchmarks.common.policies import missing_baselines, parse_policies, policy_options
+from benchmarks.common.repeats import repeats
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.policy import Policy
@@ -41,26 +40,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds = numbers(options.min_rounds, "--min-rounds")
     reactions = numbers(options.reaction_s, "--reaction-s")
     # A simulation is deterministic: one run is enough.
-    repeats = 1 if options.simulated else options.repeats
+    num_repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
         play: Play = _Simulator(runtimes, policies) if options.simulated else _device(runtimes)
         sets = [
-            _sweep(options, repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s)
+            _sweep(
+                options, num_repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s
+            )
             for min_rounds, reaction_s in itertools.product(rounds, reactions)
         ]
     return {
-        "benchmark": "conversations",
-        "arguments": arguments_of(options),
-        "repeats": repeats,
+        "repeats": num_repeats,
         "missing_baselines": missing_baselines(policies),
         "sets": sets,
-        **environment.describe(),
     }
 
 
 def _sweep(
     options: argparse.Namespace,
-    repeats: int,
+    num_repeats: int,
     play: Play,
     runtimes: Runtimes,
     policies: dict[str, Policy],
@@ -88,7 +86,7 @@ def _sweep(
         print(label, file=sys.stderr)
         return play(policies[name], talks, label)
 
-    curves = sweep.play_every(at, list(policies), rates, repeats=repeats)
+    curves = sweep.play_every(at, list(policies), rates, repeats=num_repeats)
     served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
     stateless = served.get(STATELESS)
     return {
@@ -149,56 +147,19 @@ class _Simulator:
         }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    for each in result["sets"]:
-        print_table(
-            [
-                {"policy": name, "prefix": PrefixCounts.of(point["engine"]), **point}
-                for name, curve in each["policies"].items()
-                for point in curve["points"]
-            ],
-            ("policy", "{policy}"),
-            ("conversations/s", "{rate:.3g}"),
-            ("requests/s", "{requests_per_s:.3g}"),
-            ("tokens/s", "{output_tokens_per_s:.0f}"),
-            ("s/token p50", "{normalised_latency_s[p50]:.3f}"),
-            ("p90", "{normalised_latency_s[p90]:.3f}"),
-            ("first token p50 s", "{time_to_first_token_s[p50]:.2f}"),
-            ("hit", "{prefix.hit_share:.0%}"),
-            ("on host", "{prefix.hit_on_host_share:.0%}"),
-            ("evicted", "{prefix.evicted:.0f}"),
-            title=f"{each['min_rounds']} rounds or more, reaction {each['reaction_s']:g} s",
-        )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--num-conversations", type=int, default=32, help="drawn from ShareGPT")
-    add("--min-rounds", default="1,5", help="sets, by the least number of rounds")
-    add(
-        "--reaction-s",
-        default="5",
-        help="sets, by the mean time between an answer and the next turn",
-    )
-    add("--rates", default="0.25,0.5,1", help="conversations that begin a second")
-    add("--scale", type=float, default=0.25, help="multiplies the lengths of all texts")
-    add(
-        "--bound",
-        type=float,
-        default=0.1,
-        help="throughput is compared where p90 is this many seconds a token",
-    )
-    add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
-    add(
-        "--simulated",
-        action="store_true",
-        help="measure step times once, and play everything on the simulated executor",
-    )
-    add_repeats(parser, "policy at every rate (once if simulated)")
-    add_policy_options(parser, policies=DEFAULT, max_context=1024)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("--num-conversations", 32, "drawn from ShareGPT"),
+    option("--min-rounds", "1,5", "sets, by the least number of rounds"),
+    option("--reaction-s", "5", "sets, by the mean time between an answer and the next turn"),
+    option("--rates", "0.25,0.5,1", "conversations that begin a second"),
+    option("--scale", 0.25, "multiplies the lengths of all texts"),
+    option("--bound", 0.1, "throughput is compared where p90 is this many seconds a token"),
+    option("--seed", 0, "of the draw, the arrivals and the reactions"),
+    option("--simulated", False, "measure step times once, and simulate the rest with them"),
+    repeats("policy at every rate (once if simulated)"),
+    *policy_options(DEFAULT),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "conversations")
 main = BENCHMARK.main
 
 

@@ -1,15 +1,13 @@
 """Pages that come back from the host: `python -m benchmarks.conversations.restore --help`.
 
 Every way of restoring them, by the number of tokens: the time to the first token of a turn, and the
-time that sequences lose which decode meanwhile. A table on stderr, one JSON object on stdout;
-docs/benchmarks/conversations.md says what each figure means.
+time that sequences lose which decode meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any, final
@@ -17,9 +15,8 @@ from typing import Any, final
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, arguments_of, print_table, whole_numbers
-from benchmarks.common.repeats import Figures, in_turns, summary
+from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.shapes import SHAPES, hf_config
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
@@ -51,15 +48,7 @@ FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     lengths = whole_numbers(options.lengths, "--lengths")
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="restore",
-        arguments=arguments_of(options),
-        repeats=options.repeats,
-        points=[],
-        **environment.describe(),
-    )
+    record = Record.of("restore", options, points=[])
     server = _Server(options, max(lengths))
     record.result |= {"page_bytes": server.page_bytes, "page_size": server.page_size}
     points = {
@@ -228,36 +217,21 @@ def _model(options: argparse.Namespace, dtype: str) -> LoadedModel:
     return load_model(options.model, dtype=dtype, load=load)
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def ms(figure: str) -> Callable[[dict[str, Any]], str]:
-        return lambda point: f"{1e3 * point[figure]:.1f}"
-
-    for situation in SITUATIONS:
-        print_table(
-            [point for point in result["points"] if point["situation"] == situation],
-            ("tokens", "{length}"),
-            ("way", "{way}"),
-            ("first token, ms", ms("first_token_s")),
-            ("others lost, ms", ms("others_lost_s")),
-            ("longest gap, ms", ms("others_longest_gap_s")),
-            title=situation.replace("_", " "),
-        )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    models = f"a name, folder or GGUF file, or {', '.join(SHAPES)} with random weights"
-    add("--model", default="smollm2-135m", help=models)
-    add("--random-weights", action="store_true", help="for a folder that has only a config.json")
-    add("--lengths", default="256,512,1024,2048,4096", help="tokens whose pages come back")
-    add("--new-tokens", type=int, default=32, help="of the turn itself")
-    add("--others", type=int, default=3, help="sequences that decode meanwhile")
-    add("--wait-tokens", type=int, default=192, help="of the answer that a turn waits for")
-    add("--repeats", type=int, default=5, help="runs of every way, in turns")
-    add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option(
+        "--model",
+        "smollm2-135m",
+        f"a name, folder or GGUF file, or {', '.join(SHAPES)} with random weights",
+    ),
+    option("--random-weights", False, "for a folder that has only a config.json"),
+    option("--lengths", "256,512,1024,2048,4096", "tokens whose pages come back"),
+    option("--new-tokens", 32, "of the turn itself"),
+    option("--others", 3, "sequences that decode meanwhile"),
+    option("--wait-tokens", 192, "of the answer that a turn waits for"),
+    repeats("way", 5),
+    option("--kv-memory", None, 'size of the page pool, e.g. "1GiB"'),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
 main = BENCHMARK.main
 
 

@@ -1,7 +1,6 @@
 """Decode steps and prefill against the memory roofline: `python -m benchmarks.decode --help`.
 
-One model, with random weights of a well-known shape by default, at several batch sizes. A table on
-stderr, one JSON object on stdout; docs/benchmarks/gpu.md says what each figure means.
+One model, with random weights of a well-known shape by default, at several batch sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.decode.batches import (
     if_it_fits,
@@ -34,7 +33,7 @@ _TRACED_TOKENS = 64
 def run(options: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
-    from benchmarks.common import environment, roofline
+    from benchmarks.common import roofline
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
     from pallas_kernels import dispatch
@@ -42,10 +41,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sizes = whole_numbers(options.batches, "--batches")
     prefills = _prefills_from(options.prefill)
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="decode",
+    record = Record.of(
+        "decode",
+        options,
         model=options.model,
         precision=dtype.name,
         kv_dtype=options.kv_dtype or dtype.name,
@@ -53,7 +51,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         output_tokens=options.output_tokens,
         batches=[],
         prefill=[],
-        **environment.describe(),
     )
     # Before the runtime takes the memory.
     machine = roofline.measure_gpu(dtype)
@@ -68,7 +65,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             config = json.dumps(hf_config(options.model))
             (Path(model) / "config.json").write_text(config, encoding="utf-8")
             load = "random"
-        answered = options.prompt_tokens + options.output_tokens
+        lengths = {
+            "prompt_tokens": options.prompt_tokens,
+            "output_tokens": options.output_tokens,
+        }
         rt = stack.enter_context(
             Runtime.from_pretrained(
                 model,
@@ -77,15 +77,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 kv_dtype=options.kv_dtype,
                 attention=options.attention,
                 max_slots=max(sizes),
-                max_context=max([answered, *(tokens + 1 for _, tokens in prefills)]),
+                max_context=max([sum(lengths.values()), *(tokens + 1 for _, tokens in prefills)]),
                 # Only some sizes are used, and each of them runs once before it is timed.
                 warmup=False,
             )
         )
-        lengths = {
-            "prompt_tokens": options.prompt_tokens,
-            "output_tokens": options.output_tokens,
-        }
 
         def batches(chosen: list[int]) -> None:
             for size in chosen:
@@ -128,30 +124,27 @@ def _print_table(result: dict[str, Any]) -> None:
         ("tokens/s with prompts", if_it_fits("{output_tokens_per_s:,.0f}")),
         title="{model}, {precision}, KV in {kv_dtype}".format_map(result),
     )
+    prompts = (
+        "{prompts} prompts of {prompt_tokens}: {tokens_per_s:,.0f} tokens/s, {of_bound:.0%} of "
+    )
     for row in result["prefill"]:
-        print(
-            f"{row['prompts']} prompts of {row['prompt_tokens']}: {row['tokens_per_s']:,.0f} "
-            f"tokens/s, {row['of_bound']:.0%} of the bound",
-            file=sys.stderr,
-        )
+        print(f"{prompts}the bound".format_map(row), file=sys.stderr)
     for row in result.get("traces", ()):
-        print(f"batch {row['batch_size']}: device idle {row['idle_share']:.1%}", file=sys.stderr)
+        print("batch {batch_size}: device idle {idle_share:.1%}".format_map(row), file=sys.stderr)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or a name, folder or GGUF")
-    add("--dtype", default=None, help="of weights and cache; the platform's by default")
-    add("--kv-dtype", default=None, help="of the cache, if not --dtype's: int8 or float8_e4m3fn")
-    add("--batches", default="1,8,32,128,256", help="sequences that decode together")
-    add("--prompt-tokens", type=int, default=512, help="of each prompt")
-    add("--output-tokens", type=int, default=128, help="of each answer")
-    add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
-    add("--prefill", default="", help="COUNTxTOKENS of prompts that get one token, such as 8x4096")
-    add("--trace", default="", help="batches whose idle time on a GPU is read off a trace")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--model", "llama-3-8b", f"{', '.join(SHAPES)}, or a name, folder or GGUF"),
+    option("--dtype", None, "of weights and cache; the platform's by default"),
+    option("--kv-dtype", None, "of the cache, if not --dtype's: int8 or float8_e4m3fn"),
+    option("--batches", "1,8,32,128,256", "sequences that decode together"),
+    option("--prompt-tokens", 512, "of each prompt"),
+    option("--output-tokens", 128, "of each answer"),
+    option("--attention", None, "by name, such as mosaic,triton; the platform's choice"),
+    option("--prefill", "", "COUNTxTOKENS of prompts that get one token, such as 8x4096"),
+    option("--trace", "", "batches whose idle time on a GPU is read off a trace"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

@@ -1,8 +1,7 @@
 """Decode steps with scanned and unrolled layers: `python -m benchmarks.decode.choices --help`.
 
 XLA reads its flags once, so other flags need another process:
-XLA_FLAGS=--xla_gpu_enable_command_buffer=-WHILE leaves decode loops out of CUDA graphs. One JSON
-object on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure means.
+XLA_FLAGS=--xla_gpu_enable_command_buffer=-WHILE leaves decode loops out of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.common import environment, roofline
-from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common import roofline
+from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.decode.batches import if_it_fits, measure_batch, step_ms_of
 from jaxserve import Runtime
@@ -34,16 +33,14 @@ LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
 def run(options: argparse.Namespace) -> dict[str, Any]:
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
     sizes = whole_numbers(options.batches, "--batches")
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="choices",
+    record = Record.of(
+        "choices",
+        options,
         model=options.model,
         layers=options.layers,
         precision=dtype.name,
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         choices=[],
-        **environment.describe(),
     )
     machine = roofline.measure_gpu(dtype)
     config = LlamaConfig.from_hf(hf_config(options.model, options.layers))
@@ -107,17 +104,15 @@ def _print_table(result: dict[str, Any]) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
-    add("--layers", type=int, default=8, help="of the model; unrolled layers compile slowly")
-    add("--dtype", default=None, help="of weights and cache; the platform's by default")
-    add("--batches", default="1,32", help="sequences that decode together")
-    add("--prompt-tokens", type=int, default=128, help="of each prompt")
-    add("--output-tokens", type=int, default=64, help="of each answer")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--model", "llama-3-8b", "the shape of the model", choices=tuple(SHAPES)),
+    option("--layers", 8, "of the model; unrolled layers compile slowly"),
+    option("--dtype", None, "of weights and cache; the platform's by default"),
+    option("--batches", "1,32", "sequences that decode together"),
+    option("--prompt-tokens", 128, "of each prompt"),
+    option("--output-tokens", 64, "of each answer"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

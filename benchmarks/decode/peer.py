@@ -1,14 +1,12 @@
 """transformers' continuous batching in PyTorch: `python -m benchmarks.decode.peer --help`.
 
 A model with random weights of the shape of `benchmarks.decode` answers the same number of requests
-of the same lengths. One JSON object on stdout, a table on stderr; docs/benchmarks/gpu.md says what
-each figure means.
+of the same lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from functools import partial
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.offline.peers.transformers_continuous import answer
 
@@ -30,18 +28,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = whole_numbers(options.batches, "--batches")
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="decode_peer",
+    record = Record.of(
+        "decode_peer",
+        options,
         model=options.model,
         precision=options.dtype,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         batches=[],
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        versions={"python": platform.python_version(), **environment.versions(*PACKAGES)},
-        commit=environment.commit(),
+        **environment.describe_torch(device, *PACKAGES),
     )
     model = _model(options, device)
     record.result["attention"] = model.config._attn_implementation
@@ -133,18 +128,16 @@ def _print_table(result: dict[str, Any]) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
-    add("--layers", type=int, default=None, help="instead of those of the shape")
-    add("--dtype", default="bfloat16", help="of weights and cache")
-    add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
-    add("--batches", default="1,8,32,128,256", help="requests at once")
-    add("--prompt-tokens", type=int, default=512, help="of each prompt")
-    add("--output-tokens", type=int, default=128, help="of each answer")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--model", "llama-3-8b", "the shape of the model", choices=tuple(SHAPES)),
+    option("--layers", None, "instead of those of the shape", int),
+    option("--dtype", "bfloat16", "of weights and cache"),
+    option("--device", None, "PyTorch's name; its GPU where it finds one"),
+    option("--batches", "1,8,32,128,256", "requests at once"),
+    option("--prompt-tokens", 512, "of each prompt"),
+    option("--output-tokens", 128, "of each answer"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

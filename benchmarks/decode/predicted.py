@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common.harness import Benchmark, whole_numbers
+from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.decode.step_time import H100, PAGES, counted, fits, predict
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 16384)
@@ -50,17 +50,15 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--batches", default=",".join(map(str, BATCHES)), help="sequences that decode together")
-    add("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of each sequence")
-    add("--kv-dtype", default=None, choices=[*filter(None, PAGES)], help="of the pages")
-
-
+OPTIONS = (
+    option("--batches", ",".join(map(str, BATCHES)), "sequences that decode together"),
+    option("--contexts", ",".join(map(str, CONTEXTS)), "tokens of each sequence"),
+    option("--kv-dtype", None, "of the pages", choices=[*filter(None, PAGES)]),
+)
 BENCHMARK = Benchmark(
     __doc__,
     run,
-    add_options,
+    OPTIONS,
     show=lambda result: print(table(result), file=sys.stderr),
     has_budget=True,
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
@@ -19,8 +18,7 @@ from typing import Any, final
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, play
@@ -209,8 +207,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 checked = _checked(scenario, lengths, contest, bound_s) if options.seeds else {}
                 sevenths.append(point | {"checked": checked})
     return {
-        "benchmark": "exegpt",
-        "arguments": arguments_of(options),
         "points": points,
         "figure_7": sevenths,
         "figure_10": figure_10(),
@@ -234,7 +230,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             },
         },
         "algorithm_1": _algorithm_1(cases),
-        **environment.describe(),
     }
 
 
@@ -343,82 +338,11 @@ def _table_6() -> list[dict[str, Any]]:
     return rows
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    print_table(
-        result["points"],
-        ("model", "{model} {num_devices}x{cluster}"),
-        ("task", "{task}"),
-        ("bound s", lambda point: _shown(point["bound_s"], "inf")),
-        *((name, _throughput_of(name)) for name in (*BASELINES, *FAMILIES)),
-        ("plan", lambda point: _shown(point["per_s"])),
-        ("gain", lambda point: _shown(point["gain"], "")),
-        ("latency s", lambda point: f"{point.get('latency_s', point.get('lowest_s')):.1f}"),
-        ("policy", lambda point: point.get("policy", "none")),
-        ("degree", _of_schedule("{degree} on {num_sharded_devices}")),
-        ("B_E", _of_schedule("{encode_batch}")),
-        ("N_D", _of_schedule("{num_decodes}")),
-        ("B_m", _of_schedule("{num_micro_batches}")),
-        ("B_D", _of_schedule("{decode_batch:.0f}")),
-        ("chunk", lambda point: str(point.get("chunk_tokens") or "")),
-        ("within", _mean_within),
-        ("search s", _of_schedule("{search_s:.2f}")),
-    )
-    own, own_over = result["mean_gain_exegpt"], result["mean_gain_exegpt_over"]
-    means = [
-        (name, f"{paper:.1f}", own[name], result["mean_gain"][name])
-        for name, paper in result["paper_mean_gain"].items()
-    ]
-    means += [
-        (f"over {name}", "", own_over[name], gain)
-        for name, gain in result["mean_gain_over"].items()
-    ]
-    print_table(
-        [dict(name=name, paper=paper, own=own, plan=plan) for name, paper, own, plan in means],
-        ("mean gain", "{name}"),
-        ("paper", "{paper}"),
-        ("rra and waa", lambda row: _shown(row["own"])),
-        ("plan", lambda row: _shown(row["plan"])),
-    )
-    print_table(
-        result["table_6"],
-        ("table 6", "{policy}"),
-        ("B_E", "{encode_batch}"),
-        ("N_D", "{num_decodes}"),
-        ("degree", "{degree}"),
-        ("latency s", "{latency_s:.2f}"),
-        ("paper", "{paper_latency_s:.2f}"),
-        ("answers/s", "{per_s:.2f}"),
-        ("paper", "{paper_per_s:.2f}"),
-    )
-
-
-def _throughput_of(system: str) -> Callable[[dict[str, Any]], str]:
-    return lambda point: _shown(point["per_s_of"].get(system))
-
-
-def _of_schedule(template: str) -> Callable[[dict[str, Any]], str]:
-    """Leave the cell empty where no schedule keeps the bound."""
-    return lambda point: template.format_map(point) if "policy" in point else ""
-
-
-def _mean_within(point: dict[str, Any]) -> str:
-    runs = point.get("played", ())
-    within = [run["within"] for run in runs if run["policy"] == point["policy"]]
-    return f"{np.mean(within):.2%}" if within else ""
-
-
-def _shown(value: float | None, otherwise: str = "NS") -> str:
-    return otherwise if value is None else f"{value:.2f}"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--models", default=",".join(MODELS), help="of table 1, separated by commas")
-    text = "times that every chosen schedule is played by the real scheduler; 0 for estimates alone"
-    add("--seeds", type=int, default=1, help=text)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+OPTIONS = (
+    option("--models", ",".join(MODELS), "of table 1, separated by commas"),
+    option("--seeds", 1, "times that the real scheduler plays every schedule; 0: only estimates"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "exegpt")
 main = BENCHMARK.main
 
 

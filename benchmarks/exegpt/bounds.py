@@ -2,8 +2,7 @@
 
 `rt.plan` and every policy with every batch size run on this machine; under each bound a policy
 counts with the best size that keeps it. Each configuration is also simulated with the step times
-measured for it. Progress and tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md
-says what each figure means.
+measured for it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from rich.table import Table
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, show, whole_numbers
-from benchmarks.common.repeats import add_repeats
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option, whole_numbers
+from benchmarks.common.repeats import repeats
 from benchmarks.common.serving import Runtimes, measure
-from benchmarks.common.workloads import add_arguments, items
+from benchmarks.common.workloads import items
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.core.request import Completion
 from jaxserve.scheduling.presets import get_policy
@@ -48,19 +46,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     The errors are those of the simulations.
     """
     batches = tuple(whole_numbers(options.batches, "--batches"))
+    options.max_slots = options.predictor = None
     session = _Session(options, tuple(options.tasks.split(",")), batches)
     with Runtimes(options) as runtimes:
         while session.num_rounds < options.repeats and session.has_time():
             session.play_round(runtimes)
     return {
-        "benchmark": "exegpt_bounds",
-        "arguments": arguments_of(options),
         "repeats": session.num_rounds,
         "is_whole": session.num_rounds == options.repeats,
         "tasks": {task: session.summary(task) for task in session.tasks},
         "simulated": session.simulated(),
         "runs": session.runs,
-        **environment.describe(),
     }
 
 
@@ -328,56 +324,26 @@ class _Session:
         return argparse.Namespace(**{**vars(self.options), "workload": workload, "seed": seed})
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    policies = (STATIC, *result["arguments"]["policies"].split(","))
-    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within", "missed", "schedule")
-    table = Table(*header, box=None, header_style="bold")
-    for task, points in result["tasks"].items():
-        for point in points:
-            best = [point["best"][policy] for policy in policies]
-            cells = [f"{b['answers_per_s']:.3f} ({b['batch']})" if b else "NS" for b in best]
-            planned = point[PLANNED]
-            bound = "inf" if point["bound_s"] is None else f"{point['bound_s']:.2f}"
-            own = ["NS", *[""] * 4]
-            if planned:
-                names = ("answers_per_s", "p99_s", "within", "missed_share")
-                own = [f"{planned[name]:.3f}" for name in names]
-                own.append(planned["family"])
-            table.add_row(task, bound, *cells, *own)
-    show(table)
-    for name in ("answers_per_s", "p99_s"):
-        if errors := result["simulated"].get(name):
-            print(
-                f"simulated {name}: {errors['median']:.1%} off, {errors['most']:.1%} at most, of "
-                f"{len(result['simulated']['configurations'])} configurations",
-                file=sys.stderr,
-            )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
-    add_repeats(parser, "policy and batch size")
-    parser.set_defaults(num_requests=64, scale=0.25, output_scale=0.25, repeats=2)
-    add = parser.add_argument
-    add("--tasks", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
-    add(
-        "--policies",
-        default="orca,vllm_like,auto",
-        help="in addition to static batches and the plan",
-    )
-    add("--batches", default="4,8,16", help="sizes that every policy is tuned over")
-    add("--known", type=int, default=1000, help="other requests whose lengths a plan knows")
-    text = "begin no round that would end after this many seconds; the first always runs"
-    add("--budget-s", type=float, default=None, help=text)
-    text = "do not simulate each configuration, which takes the measuring of its step times"
-    add("--no-simulation", dest="simulate", action="store_false", help=text)
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--kv-memory", default="512MB", help="size of each page pool")
-    add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
-    parser.set_defaults(max_slots=None, predictor=None)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+OPTIONS = (
+    *workloads.options(num_requests=64, scale=0.25, output_scale=0.25),
+    repeats("policy and batch size", 2),
+    option("--tasks", "sharegpt,S,T,G,C1,C2", "separated by commas"),
+    option("--policies", "orca,vllm_like,auto", "in addition to static batches and the plan"),
+    option("--batches", "4,8,16", "sizes that every policy is tuned over"),
+    option("--known", 1000, "other requests whose lengths a plan knows"),
+    option("--budget-s", None, "begin no round that would end later; the first always runs", float),
+    option(
+        "--no-simulation",
+        False,
+        "do not simulate each configuration, which takes the measuring of its step times",
+        action="store_false",
+        dest="simulate",
+    ),
+    option("--model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("--kv-memory", "512MB", "size of each page pool"),
+    option("--max-context", 1024, "most tokens of prompt and answer"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "exegpt_bounds")
 main = BENCHMARK.main
 
 

@@ -20,12 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, arguments_of, show
-from benchmarks.common.repeats import Figures, add_repeats, summary
+from benchmarks.common.harness import Benchmark, Record, option
+from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import replay
 from jaxserve.cli.opening import device_groups
 from jaxserve.core.errors import InvalidConfigError
@@ -68,16 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError(f"--repeats is {options.repeats}; it must be at least 1")
     policies = [get_policy(name) for name in options.policies.split(",")]
     cases = list(_cases(options))
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="exegpt_measured",
-        arguments=arguments_of(options),
-        repeats=options.repeats,
-        policies=[],
-        schedules=[],
-        **environment.describe(),
-    )
+    record = Record.of("exegpt_measured", options, policies=[], schedules=[])
     session = _Session(options)
     with tqdm(total=len(policies) + len(cases), desc="exegpt on devices") as bar:
         for policy in policies:
@@ -265,29 +254,6 @@ def _model(name: str) -> Any:
     return Llama(config, rngs=nnx.Rngs(0), layer_layout="unrolled")
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    names = ("output_tokens_per_s", "p99_s", "first_token_p50_s")
-    print("measured, simulated, and the error of the simulation", file=sys.stderr)
-    table = Table("schedule", "devices", *names, "tokens", box=None, header_style="bold")
-    for each in result["schedules"]:
-        cells = (
-            f"{each['measured'][name]:7.4g} {each['simulated'][name]:7.4g} "
-            f"{each['error'][name]:+6.1%}"
-            for name in names
-        )
-        agree = "agree" if each["tokens_agree"] else "DIFFER"
-        table.add_row(each["schedule"], each["groups"], *cells, agree)
-    show(table)
-    for each in result["policies"]:
-        agree = "agree" if each["tokens_agree"] else "DIFFER"
-        print(f"tokens of {each['policy']} on one device {agree}", file=sys.stderr)
-    print(
-        f"{result['num_within_5%']} of {len(result['schedules'])} schedules are within 5 % in "
-        f"throughput and p99, {result['num_within_10%']} within 10 %",
-        file=sys.stderr,
-    )
-
-
 def _numbers(text: str) -> list[int]:
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
@@ -295,26 +261,22 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", choices=list(GROUPS), default="smollm2", help="shape of the random weights")
-    text = 'devices, such as "1 4/4" for RRA on one and WAA on 4 and 4; by default the model\'s'
-    add("--groups", default=None, help=text)
-    text = "policies on one device, whose tokens are compared, separated by commas"
-    add("--policies", default="auto,fastertransformer,orca,vllm_like", help=text)
-    add("--encode-batches", type=_numbers, default="2,4", help="B_E, separated by commas")
-    add("--decode-iterations", type=_numbers, default="4,8", help="N_D of RRA, and of WAA's steps")
-    add("--num-requests", type=int, default=48, help="requests, all waiting from the start")
-    add("--prompt-tokens", type=int, default=64, help="mean tokens of a prompt")
-    add("--output-tokens", type=int, default=32, help="mean tokens of an answer")
-    add("--max-slots", type=int, default=16, help="sequences that run at once")
-    add("--max-context", type=int, default=256, help="tokens of prompt and answer together")
-    add("--max-step-tokens", type=int, default=256, help="tokens of a step")
-    add_repeats(parser, "schedule, one after another")
-    add("--seed", type=int, default=0, help="of prompts and lengths")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--model", "smollm2", "shape of the random weights", choices=list(GROUPS)),
+    option("--groups", None, 'devices, such as "1 4/4" for RRA on one and WAA on 4 and 4'),
+    option("--policies", "auto,fastertransformer,orca,vllm_like", "to compare tokens, on a device"),
+    option("--encode-batches", "2,4", "B_E, separated by commas", _numbers),
+    option("--decode-iterations", "4,8", "N_D of RRA, and of WAA's steps", _numbers),
+    option("--num-requests", 48, "requests, all waiting from the start"),
+    option("--prompt-tokens", 64, "mean tokens of a prompt"),
+    option("--output-tokens", 32, "mean tokens of an answer"),
+    option("--max-slots", 16, "sequences that run at once"),
+    option("--max-context", 256, "tokens of prompt and answer together"),
+    option("--max-step-tokens", 256, "tokens of a step"),
+    repeats("schedule, one after another"),
+    option("--seed", 0, "of prompts and lengths"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
 main = BENCHMARK.main
 
 

@@ -11,68 +11,21 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
 
 from benchmarks.common.environment import ROOT
 from benchmarks.figures.charts import charts, svg
 from benchmarks.figures.results import Result, ResultFileError, is_quantised
-from benchmarks.figures.tables import TABLES, peers, tables
+from benchmarks.figures.tables import PAGES, TABLES, peers, tables
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _IDENTIFIER = re.compile(r"jaxserve-result:[0-9a-f]{64}")
 
 
-@final
-@dataclass(frozen=True)
-class Page:
-    """A Markdown file with results between two markers.
-
-    Attributes:
-      kinds: the results that it shows; None for only the first comparison with other engines, with
-        weights in the model's dtype.
-    """
-
-    path: str
-    kinds: tuple[str, ...] | None
-
-    @property
-    def up(self) -> str:
-        """The relative path from the page's folder to the root."""
-        return "../" * self.path.count("/")
-
-
-PAGES = (
-    Page("README.md", None),
-    Page(
-        "docs/results/throughput.md",
-        (
-            "offline",
-            "http",
-            "structured",
-            "startup",
-            "compile_times",
-            "loading",
-            "planning",
-            "quality",
-        ),
-    ),
-    Page(
-        "docs/results/policies.md",
-        ("policies", "policies_grid", "online", "flover", "simulate", "s3"),
-    ),
-    Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
-    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured", "exegpt_drift")),
-    Page("docs/results/cells.md", ("cells", "cells_host")),
-    Page("docs/results/lengths.md", ("predictor", "probe")),
-    Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),
-    Page("docs/models.md", ("coverage",)),
-    Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
-)
-KINDS = tuple(kind for page in PAGES for kind in page.kinds or ())
+README = "README.md"
+KINDS = tuple(TABLES)
 FIGURES = "docs/figures"
 RESULTS = "benchmarks/results"
 
@@ -165,8 +118,8 @@ def update(root: Path, *, write: bool) -> list[Path]:
         for name, chart in charts(result).items()
     }
     stale: list[Path] = []
-    for page in PAGES:
-        path = root / page.path
+    for page in (README, *PAGES):
+        path = root / page
         text = path.read_text(encoding="utf-8")
         wanted = _spliced(path, text, render(page, results, root))
         if wanted != text:
@@ -192,33 +145,38 @@ def update(root: Path, *, write: bool) -> list[Path]:
     return stale
 
 
-def render(page: Page, results: list[Result], root: Path) -> str:
-    """Return the text between the page's markers."""
+def render(page: str, results: list[Result], root: Path) -> str:
+    """Return the text between the markers of a page.
+
+    The README has the first comparison with other engines on each processor, with weights in the
+    model's dtype; other pages have the results of their kinds.
+    """
+    up = "../" * page.count("/")
 
     def link(result: Result) -> str:
-        return page.up + result.path.relative_to(root).as_posix()
+        return up + result.path.relative_to(root).as_posix()
 
     def pictures(result: Result) -> list[str]:
         return [
-            f"![{TABLES[result.kind][0]}: {name}]({page.up}{FIGURES}/{name}.svg)"
+            f"![{TABLES[result.kind][0]}: {name}]({up}{FIGURES}/{name}.svg)"
             for name in charts(result)
         ]
 
     parts = []
-    if page.kinds is None:
+    if page == README:
         offline = [result for result in results if result.kind == "offline"]
         compared = [each for each in offline if each.has_peers and not is_quantised(each)]
         processors = {str(each.get("device", "host_cpu")): each for each in reversed(compared)}
         for result in sorted(processors.values(), key=compared.index):  # the first one of each
             parts += [peers(result, link(result)), *pictures(result)]
-    for kind in page.kinds or ():
+    for kind in PAGES.get(page, ()):
         own = [result for result in results if result.kind == kind]
         if own:
             parts.append(f"## {TABLES[kind][0]}")
             for result, text in zip(own, tables(kind, own, link), strict=True):
                 parts += [text] if text else []
                 parts += pictures(result)
-    shows_devices = page.kinds is None or "gpu_check" in page.kinds
+    shows_devices = page == README or "gpu_check" in PAGES[page]
     if shows_devices and all(result.get("device", "platform") == "cpu" for result in results):
         parts.append("Nothing was measured on a GPU yet.")
     return "\n\n".join(parts)
@@ -242,7 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures",
         description=f"Draw every result in {RESULTS}/ under {FIGURES}/, and rewrite the tables of "
-        f"{', '.join(page.path for page in PAGES)} between their markers. Prints the files that "
+        f"{', '.join((README, *PAGES))} between their markers. Prints the files that "
         "changed.",
     )
     add = parser.add_argument

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.figures.render import (
@@ -15,10 +15,7 @@ from benchmarks.figures.render import (
     joined,
     key,
     name,
-    number,
-    spread,
-    text,
-    words,
+    show_in,
 )
 from benchmarks.figures.results import Result
 
@@ -35,10 +32,10 @@ HOST = Table(
     what=f"Everything but the device, on one thread (wanted {WANTED_NODES:,} nodes/s)",
     rows=each("points", ...),
     columns=(
-        ("application", text("application")),
-        ("nodes/s", spread("nodes_per_s", form=",.0f", links=True)),
-        ("nodes/s of the policy alone", spread("scheduled_per_s", form=",.0f")),
-        ("requests/s", spread("requests_per_s", form=",.0f")),
+        ("application", "{application}"),
+        ("nodes/s", "{nodes_per_s:@~,.0f}"),
+        ("nodes/s of the policy alone", "{scheduled_per_s:~,.0f}"),
+        ("requests/s", "{requests_per_s:~,.0f}"),
     ),
 )
 
@@ -72,11 +69,9 @@ def _with_baseline(whole: Place) -> Iterator[Place]:
     return (row for row in each("compared", ...)(whole) if row.get("best") is not None)
 
 
-def _against(figure: str, form: str, named: str, links: bool = False) -> Cell:
+def _against(figure: str, form: str, named: str) -> Cell:
     """Show a figure of the comparison with the policy that a field of the row names."""
-    return lambda row: number(figure, row.get(named), form=form, links=links, optional=not links)(
-        row
-    )
+    return lambda row: show_in(f"{{{figure}[{row.get(named)}]:{form}}}", row)
 
 
 def _wanted(row: Place) -> str:
@@ -90,14 +85,14 @@ def _over_ideal(row: Place) -> str:
 
 
 _GOALS = (
-    ("workload", text("application")),
-    ("", text("how")),
-    ("best baseline", words("best")),
+    ("workload", "{application}"),
+    ("", "{how}"),
+    ("best baseline", "{best:words}"),
     ("wanted", _wanted),
-    ("ours over it", _against("peak_over", ".2f", "best", links=True)),
-    ("best within 0.5 s", words("best_within")),
-    ("ours over it", _against("within_over", ".2f", "best_within")),
-    ("p90 lower by (wanted 37% to 90%)", _against("p90_lower_by", ".0%", "best")),
+    ("ours over it", _against("peak_over", "@.2f", "best")),
+    ("best within 0.5 s", "{best_within:words}"),
+    ("ours over it", _against("within_over", ".2f?", "best_within")),
+    ("p90 lower by (wanted 37% to 90%)", _against("p90_lower_by", ".0%?", "best")),
     ("ours over the ideal", _over_ideal),
 )
 
@@ -121,15 +116,11 @@ def _lost(whole: Place) -> str:
     return f"Lost or short: {'; '.join(found)}." if found else ""
 
 
-def _of_policy(figure: str, form: str, *, links: bool = False, optional: bool = False) -> Cell:
-    def cell(row: Place) -> str:
-        of = number(figure, row.at[3], form=form, links=links, optional=optional)
-        return of(row.above(2))
-
-    return cell
+def _of_policy(figure: str, form: str) -> Cell:
+    return lambda row: show_in(f"{{{figure}[{row.at[3]}]:{form}}}", row.above(2))
 
 
-def _at_moderate_load(cell: Cell) -> Cell:
+def _at_moderate_load(cell: str) -> Cell:
     """Show a figure of the policy's point with the highest rate of at most half of its peak."""
 
     def moderate(row: Place) -> str:
@@ -146,32 +137,28 @@ def _at_moderate_load(cell: Cell) -> Cell:
             for point in own
             if point.get("rate") is not None and point.get("rate") <= peak / 2
         }
-        return cell(rates[max(rates)]) if rates else ""
+        return show_in(cell, rates[max(rates)]) if rates else ""
 
     return moderate
 
 
-def _p90_ms(part: str) -> Callable[[Place], str]:
-    return _at_moderate_load(number(part, "p90", form=".2f", unit=" ms", per=1e-3))
-
-
 _POLICIES = (
-    ("workload", lambda row: row.above(2).get("application")),
-    ("", lambda row: row.above(2).get("how")),
+    ("workload", "{above2[application]}"),
+    ("", "{above2[how]}"),
     ("policy", key()),
-    ("most requests/s", _of_policy("peaks_per_s", ".1f", links=True)),
-    ("ours over it", _of_policy("peak_over", ".2f", optional=True)),
+    ("most requests/s", _of_policy("peaks_per_s", "@.1f")),
+    ("ours over it", _of_policy("peak_over", ".2f?")),
     ("with p90 within 0.5 s", _of_policy("peaks_within_per_s", ".1f")),
-    ("ours over it", _of_policy("within_over", ".2f", optional=True)),
-    ("p90 at moderate load is lower by", _of_policy("p90_lower_by", ".0%", optional=True)),
-    ("queueing", _p90_ms("queueing_s")),
-    ("computing", _p90_ms("computing_s")),
-    ("batch", _at_moderate_load(number("average_batch", form=".1f"))),
+    ("ours over it", _of_policy("within_over", ".2f?")),
+    ("p90 at moderate load is lower by", _of_policy("p90_lower_by", ".0%?")),
+    ("queueing", _at_moderate_load("{queueing_s[p90]:.2f ms}")),
+    ("computing", _at_moderate_load("{computing_s[p90]:.2f ms}")),
+    ("batch", _at_moderate_load("{average_batch:.1f}")),
 )
 
 
-def _if_it_ran(cell: Cell) -> Cell:
-    return lambda row: cell(row) if row.get("runs") else ""
+def _if_it_ran(cell: str) -> Cell:
+    return lambda row: show_in(cell, row) if row.get("runs") else ""
 
 
 def _error(row: Place) -> str:
@@ -179,13 +166,13 @@ def _error(row: Place) -> str:
 
 
 _SYSTEMS = (
-    ("workload", text("application")),
-    ("load", text("load")),
-    ("system", words("engine")),
-    ("requests/s", _if_it_ran(spread("requests_per_s", form=".1f", links=True))),
-    ("p50", _if_it_ran(spread("latency_s", "p50", form=".1f", unit=" ms", per=1e-3))),
-    ("p90", _if_it_ran(spread("latency_s", "p90", form=".1f", unit=" ms", per=1e-3))),
-    ("agree", _if_it_ran(number("agreeing", form=".0%", optional=True))),
+    ("workload", "{application}"),
+    ("load", "{load}"),
+    ("system", "{engine:words}"),
+    ("requests/s", _if_it_ran("{requests_per_s:@~.1f}")),
+    ("p50", _if_it_ran("{latency_s[p50]:~.1f ms}")),
+    ("p90", _if_it_ran("{latency_s[p90]:~.1f ms}")),
+    ("agree", _if_it_ran("{agreeing:.0%?}")),
     ("", _error),
 )
 

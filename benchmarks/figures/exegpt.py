@@ -17,10 +17,7 @@ from benchmarks.figures.render import (
     joined,
     linked,
     name,
-    number,
-    spread,
     table,
-    text,
 )
 from benchmarks.figures.results import Result
 
@@ -143,17 +140,14 @@ def _measured_below(whole: Place) -> Iterator[str]:
 
 
 def _measured_columns(_: Place) -> list[Column]:
-    columns: list[Column] = [("schedule", text("schedule")), ("devices", text("groups"))]
+    columns: list[Column] = [("schedule", "{schedule}"), ("devices", "{groups}")]
     for heading, figure, form in (
         ("output tokens/s", "output_tokens_per_s", ".1f"),
         ("p99, s", "p99_s", ".2f"),
         ("first token, s", "first_token_p50_s", ".2f"),
     ):
-        own = spread(figure, form=form, links=True)
-        columns += [
-            (heading, lambda row, own=own: own(row.inside("measured"))),
-            ("simulated", number("error", figure, form="+.1%")),
-        ]
+        own = f"{{measured[{figure}]:@~{form}}}"
+        columns += [(heading, own), ("simulated", f"{{error[{figure}]:+.1%}}")]
     return columns
 
 
@@ -182,19 +176,19 @@ DRIFT = Table(
     what=_drift,
     rows=each("drifts", ...),
     columns=(
-        ("change", text("changed")),
-        ("to", text("to", form="g")),
+        ("change", "{changed}"),
+        ("to", "{to:g}"),
         *(
             column
-            for heading, engine, part in (
-                ("left alone", "left_alone", "from_drift"),
-                ("adapted", "adapted", "from_drift"),
-                ("adapted, settled", "adapted", "settled"),
-                ("planned anew, settled", "planned_anew", "settled"),
+            for heading, part in (
+                ("left alone", "left_alone[from_drift]"),
+                ("adapted", "adapted[from_drift]"),
+                ("adapted, settled", "adapted[settled]"),
+                ("planned anew, settled", "planned_anew[settled]"),
             )
             for column in (
-                (heading, number(engine, part, "answers_per_s", form=".2f", links=True)),
-                ("within", number(engine, part, "share_in_bound", form=".1%")),
+                (heading, f"{{{part}[answers_per_s]:@.2f}}"),
+                ("within", f"{{{part}[share_in_bound]:.1%}}"),
             )
         ),
         ("plans", lambda row: str(len(row.get("adapted")["adopted"]))),
@@ -279,10 +273,6 @@ def _system(each: str) -> Callable[[Place], str]:
     return lambda row: _per_s(row.get("per_s_of").get(each))
 
 
-def _gain(row: Place) -> str:
-    return "" if row.get("gain") is None else number("gain", form=".2f", links=True)(row)
-
-
 def _within(row: Place) -> str:
     point = row.get()
     # The best of RRA and WAA is played too, if the plan differs from it.
@@ -298,13 +288,13 @@ def _points(figure: str) -> tuple[Column, ...]:
 
     return (
         (figure, scenario),
-        ("task", text("task")),
+        ("task", "{task}"),
         ("bound, s", _bound_of),
         *((name(system), _system(system)) for system in (*_BASELINES, *_FAMILIES)),
         ("plan", _rate("per_s")),
-        ("gain", _gain),
+        ("gain", "{gain:@.2f?}"),
         ("schedule", lambda row: _schedule(row.get())),
-        ("latency, s", number("latency_s", form=".1f", optional=True)),
+        ("latency, s", "{latency_s:.1f?}"),
         ("within the bound", _within),
     )
 
@@ -388,15 +378,15 @@ def _checked(result: Result, link: str) -> str:
 
 
 _LONG_TAILED = (
-    ("figure 10, stand-ins", text("data_set")),
-    ("model", text("model")),
+    ("figure 10, stand-ins", "{data_set}"),
+    ("model", "{model}"),
     ("bound, s", _bound_of),
-    ("FasterTransformer", number("static_per_s", form=".2f")),
+    ("FasterTransformer", "{static_per_s:.2f}"),
     ("rra", _rate("rra_per_s")),
     ("s", _rate("rra_latency_s")),
     ("waa", _rate("waa_per_s")),
     ("s", _rate("waa_latency_s")),
-    ("gain", number("gain", form=".2f", links=True)),
+    ("gain", "{gain:@.2f}"),
 )
 
 
@@ -417,31 +407,31 @@ def _over_bound(figure: str) -> Callable[[Place], str]:
 
 _CHANGED = (
     ("figure 11", lambda row: f"{row.get('policy')}, {row.get('bound_s'):.1f} s"),
-    ("changed", text("changed")),
-    ("by", text("by", form="g")),
-    ("left alone /s", number("left_alone_per_s", form=".2f", links=True)),
+    ("changed", "{changed}"),
+    ("by", "{by:g}"),
+    ("left alone /s", "{left_alone_per_s:@.2f}"),
     ("planned anew /s", _rate("planned_per_s")),
     ("p99 over bound", _over_bound("left_alone_latency_s")),
     ("same length over bound", _over_bound("left_alone_same_length_s")),
 )
 _MONOTONE = (
-    ("table 5", text("task")),
-    ("tolerance", text("tolerance", form=".0%")),
+    ("table 5", "{task}"),
+    ("tolerance", "{tolerance:.0%}"),
     ("variable", lambda row: f"{row.get('policy')} {row.get('variable')}"),
-    ("latency, %", number("latency", form=".1f", links=True)),
-    ("paper", number("paper", 0, form="g")),
-    ("throughput, %", number("throughput", form=".1f")),
-    ("paper", number("paper", 1, form="g")),
+    ("latency, %", "{latency:@.1f}"),
+    ("paper", "{paper[0]:g}"),
+    ("throughput, %", "{throughput:.1f}"),
+    ("paper", "{paper[1]:g}"),
 )
 _CASE_STUDY = (
-    ("table 6", text("policy")),
-    ("B_E", text("encode_batch")),
-    ("N_D", text("num_decodes")),
-    ("T_P", text("degree")),
-    ("latency, s", number("latency_s", form=".2f", links=True)),
-    ("paper", number("paper_latency_s", form=".2f")),
-    ("answers/s", number("per_s", form=".2f")),
-    ("paper", number("paper_per_s", form=".2f")),
+    ("table 6", "{policy}"),
+    ("B_E", "{encode_batch}"),
+    ("N_D", "{num_decodes}"),
+    ("T_P", "{degree}"),
+    ("latency, s", "{latency_s:@.2f}"),
+    ("paper", "{paper_latency_s:.2f}"),
+    ("answers/s", "{per_s:.2f}"),
+    ("paper", "{paper_per_s:.2f}"),
 )
 
 

@@ -14,11 +14,7 @@ from benchmarks.figures.render import (
     key,
     linked,
     lost,
-    number,
-    spread,
     table,
-    text,
-    words,
 )
 from benchmarks.figures.results import by_policy
 
@@ -47,10 +43,10 @@ FLOVER = Table(
     "every {interval_s:.2f} s, {arguments[model]}",
     rows=_flover_rows,
     columns=(
-        ("policy", words("policy")),
-        ("total time, s", spread("wall_s", form=".1f", links=True)),
+        ("policy", "{policy:words}"),
+        ("total time, s", "{wall_s:@~.1f}"),
         ("faster than concurrent instances by", _over_instances),
-        ("output tokens/s", spread("output_tokens_per_s", form=".0f")),
+        ("output tokens/s", "{output_tokens_per_s:~.0f}"),
     ),
 )
 
@@ -79,13 +75,13 @@ S3 = Table(
     "rooflines",
     rows=_S3_ROWS,
     columns=(
-        ("model", lambda row: str(row.at[1])),
+        ("model", "{at[1]}"),
         ("policy", key()),
-        ("tokens/s", number("output_tokens_per_s", form=".0f", links=True)),
+        ("tokens/s", "{output_tokens_per_s:@.0f}"),
         ("paper", _of_paper("output_tokens_per_s")),
-        ("batch", number("average_batch", form=".0f", links=True)),
+        ("batch", "{average_batch:@.0f}"),
         ("paper", _of_paper("average_batch")),
-        ("iterations", number("num_iterations", form=".0f", links=True)),
+        ("iterations", "{num_iterations:@.0f}"),
         ("paper", _of_paper("num_iterations")),
         ("requests/s within 0.1875 s a token, at the best rate", _within_slo),
     ),
@@ -94,7 +90,7 @@ S3 = Table(
         "output tokens/s",
         _S3_ROWS,
         lambda row: Spread.of([row.number("output_tokens_per_s")]),
-        place=lambda row: str(row.at[1]),
+        place="{at[1]}",
     ),
 )
 
@@ -106,9 +102,8 @@ def _last_points(whole: Place) -> Iterator[Place]:
     return (curve.inside("points", -1) for curve in each("sets", ..., "policies", ...)(whole))
 
 
-def _rounds(row: Place) -> str:
-    given = row.above(2)
-    return f"{given.number('min_rounds'):.0f} or more, {given.number('reaction_s'):g} s"
+_ROUNDS = "{above2[min_rounds]} or more, {above2[reaction_s]:g} s"
+_PANEL = "{above2[figure]}, {above2[model]}"
 
 
 def _at_bound(row: Place) -> str:
@@ -120,22 +115,18 @@ def _at_bound(row: Place) -> str:
     return linked(served, ".2f", row.link)
 
 
-def _of_stateless(row: Place) -> str:
-    return text("of_stateless", form=".2f")(row.above(4))
-
-
 def _prefix(row: Place) -> PrefixCounts:
     return PrefixCounts.of(row.get("engine"))
 
 
 def _conversations_columns(whole: Place) -> tuple[Column, ...]:
     return (
-        ("rounds, reaction", _rounds),
+        ("rounds, reaction", _ROUNDS),
         ("policy", key(3)),
         (f"requests/s at {whole.get('arguments')['bound']:g} s a token", _at_bound),
-        ("of stateless", _of_stateless),
-        ("requests/s at the highest rate", spread("requests_per_s", form=".2f")),
-        ("p90 s/token there", spread("normalised_latency_s", "p90", form=".3f", unit=" s")),
+        ("of stateless", "{above4[of_stateless]:.2f?}"),
+        ("requests/s at the highest rate", "{requests_per_s:~.2f}"),
+        ("p90 s/token there", "{normalised_latency_s[p90]:~.3f s}"),
         ("hit", lambda row: f"{_prefix(row).hit_share:.0%}"),
         ("on the host", lambda row: f"{_prefix(row).hit_on_host_share:.0%}"),
         ("tokens evicted", lambda row: f"{_prefix(row).evicted:.0f}"),
@@ -156,7 +147,7 @@ CONVERSATIONS = Table(
         _last_points,
         lambda row: row.spread("normalised_latency_s", "p90"),
         policy=3,
-        place=_rounds,
+        place=_ROUNDS,
         is_lower_better=True,
     ),
 )
@@ -169,16 +160,13 @@ def _thesis_gain(row: Place) -> str:
 
 def _pensieve_columns(whole: Place) -> tuple[Column, ...]:
     return (
-        ("figure", lambda row: f"{row.above(2).get('figure')}, {row.above(2).get('model')}"),
-        ("rounds, reaction", _rounds),
+        ("figure", _PANEL),
+        ("rounds, reaction", _ROUNDS),
         ("policy", key(3)),
         (f"requests/s at {whole.number('arguments', 'bound'):g} s a token", _at_bound),
-        ("of stateless", _of_stateless),
+        ("of stateless", "{above4[of_stateless]:.2f?}"),
         ("thesis", _thesis_gain),
-        (
-            "p90 s/token at the lowest rate",
-            number("points", 0, "normalised_latency_s", "p90", form=".3f", unit=" s"),
-        ),
+        ("p90 s/token at the lowest rate", "{points[0][normalised_latency_s][p90]:.3f s}"),
     )
 
 
@@ -196,7 +184,7 @@ def _pensieve_below(whole: Place) -> list[str]:
         f"requests/s at {whole.number('arguments', 'bound'):g} s a token",
         _reached_bounds,
         lambda row: Spread.of([row.get("requests_per_s_at_bound")]),
-        place=lambda row: f"{row.above(2).get('figure')}, {row.above(2).get('model')}",
+        place=_PANEL,
     )
     header = ("figure 3.14", "requests/s", "hit with LRU", "with cost over time")
     header += ("tokens recomputed with LRU", "with cost over time", "fewer")
@@ -214,13 +202,7 @@ def _evictions(whole: Place) -> Iterator[list[str]]:
     for panel in each("sets", ...)(whole):
         if not {"pensieve_lru", "pensieve"} <= panel.get("policies").keys():
             continue
-        lru, ours = (
-            {
-                point.number("rate"): point
-                for point in each("policies", policy, "points", ...)(panel)
-            }
-            for policy in ("pensieve_lru", "pensieve")
-        )
+        lru, ours = (_by_rate(panel, policy) for policy in ("pensieve_lru", "pensieve"))
         for rate in sorted(lru.keys() & ours.keys()):
             before, after = _prefix(lru[rate]), _prefix(ours[rate])
             if before.evicted:
@@ -248,23 +230,21 @@ SCATTERED = Table(
     what="{arguments[batch]} rows of {arguments[queries]} tokens, milliseconds",
     rows=each("contexts", ...),
     columns=(
-        ("context", number("context", form=".0f")),
-        ("over pages", spread("over_pages_s", form=".2f", per=1e-3, links=True)),
-        ("copied out", spread("copied_out_s", form=".2f", per=1e-3)),
-        ("one token at a time", spread("one_token_at_a_time_s", form=".2f", per=1e-3)),
+        ("context", "{context:.0f}"),
+        ("over pages", "{over_pages_s:@~.2f /ms}"),
+        ("copied out", "{copied_out_s:~.2f /ms}"),
+        ("one token at a time", "{one_token_at_a_time_s:~.2f /ms}"),
     ),
 )
 
 RESTORE = Table(
-    what=lambda whole: (
-        f"Pages of {whole.number('page_bytes') / 1e6:.2f} MB, {whole.get('arguments')['model']}"
-    ),
+    what="Pages of {page_bytes:.2f MB}, {arguments[model]}",
     rows=each("points", ...),
     columns=(
-        ("slot", words("situation")),
-        ("tokens", text("length", form=",")),
-        ("pages come", words("way")),
-        ("first token, ms", spread("first_token_s", form=".0f", per=1e-3, links=True)),
-        ("others lost, ms", spread("others_lost_s", form=".0f", per=1e-3)),
+        ("slot", "{situation:words}"),
+        ("tokens", "{length:,}"),
+        ("pages come", "{way:words}"),
+        ("first token, ms", "{first_token_s:@~.0f /ms}"),
+        ("others lost, ms", "{others_lost_s:~.0f /ms}"),
     ),
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from benchmarks.common.policies import BASELINES, PREDICTING, missing_baselines
 from benchmarks.common.repeats import Spread
-from benchmarks.figures.results import Result
+from benchmarks.figures.results import Result, ResultFileError
 
 # A difference below this share is no loss.
 _LEAST_LOSS = 0.0005
@@ -47,7 +48,8 @@ class Place:
 
 
 Cell = Callable[[Place], str]
-Column = tuple[str, Cell]
+# A heading, and what is below it: a function of a place, or a text with fields, see `Field`.
+Column = tuple[str, Cell | str]
 Rows = Callable[[Place], Iterable[Place]]
 
 
@@ -57,12 +59,12 @@ class Table:
     """The table of one result of a kind.
 
     Attributes:
-      what: what it shows; a text may have fields of the result, such as {arguments[model]}.
+      what: what it shows.
       how: replaces the number of runs, for figures that do not come from repeated runs.
       below: sentences and further tables.
     """
 
-    what: str | Callable[[Place], str]
+    what: Cell | str
     rows: Rows
     columns: Sequence[Column] | Callable[[Place], Sequence[Column]]
     how: str | Callable[[Place], str | None] | None = None
@@ -71,26 +73,96 @@ class Table:
     def __call__(self, result: Result, link: str) -> str:
         """Return the caption, the table, and the text below it."""
         whole = Place(result, link)
-        what = self.what.format_map(_Fields(result)) if isinstance(self.what, str) else None
+        how = self.how(whole) if callable(self.how) else self.how
         return joined(
-            caption(
-                result,
-                self.what(whole) if callable(self.what) else what or "",
-                link,
-                how=self.how(whole) if callable(self.how) else self.how,
-            ),
+            caption(result, show_in(self.what, whole), link, how=how),
             drawn(self.columns, self.rows, whole),
             *self.below(whole),
         )
 
 
 class _Fields(dict[str, Any]):
-    def __init__(self, result: Result):
+    def __init__(self, place: Place):
         super().__init__()
-        self._result = result
+        self._place = place
 
     def __missing__(self, key: str) -> Any:
-        return self._result.get(key)
+        if key == "at":
+            return self._place.at
+        if key == "here":
+            return Field(self._place, ())
+        if key.startswith("above"):
+            return Field(self._place.above(int(key.removeprefix("above"))), ())
+        return Field(self._place, (key,))
+
+
+# Units by their names in formats.
+_UNITS = {"s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": 1e9}
+_FORMAT = re.compile(r"(@?)(~?)([^ ?]*)(?: (/?)(\w+))?(\??)")
+
+
+@final
+@dataclass(frozen=True)
+class Field:
+    """A value of a place in a text: "{figure[p50]:FORMAT}".
+
+    "{here}" is the place itself, "{above2[figure]}" is of the object two keys below the result that
+    contains it, and "{at[1]}" is a key of the place.
+
+    The format is Python's, such as ",.0f", or "words" for an identifier. Before it, "@" links a
+    number to its file and "~" shows the median and the range of a measured figure. After it, a unit
+    of `_UNITS` is shown, or with "/" only divides; "?" leaves out what was not measured.
+    """
+
+    place: Place
+    keys: tuple[str | int, ...]
+
+    def __getitem__(self, key: str | int) -> Field:
+        return replace(self, keys=(*self.keys, key))
+
+    def __format__(self, text: str) -> str:
+        found = _FORMAT.fullmatch(text)
+        assert found is not None, text
+        links, measured, form, hidden, unit, optional = found.groups()
+        if optional and not self._was_measured():
+            return ""
+        per, shown_unit = _UNITS.get(unit, 1.0), "" if hidden or not unit else f" {unit}"
+        if measured:
+            link = self.place.link if links else None
+            return shown(self.spread().over(per), form, shown_unit, link)
+        value = self.place.get(*self.keys)
+        if form == "words":
+            return name(value)
+        if not form:
+            return "" if value is None else str(value)
+        text = format(self.place.number(*self.keys) / per if form[-1] in "f%eg" else value, form)
+        return (self.place.linked(text) if links else text) + shown_unit
+
+    def spread(self) -> Spread:
+        """Return median and range: over the runs of the innermost object with runs, or as given."""
+        found = self.place.get(*self.keys)
+        if isinstance(found, dict):
+            low, high = found["range"]
+            return Spread(found["median"], low, high, self.place.result.repeats)
+        depth = self._depth_of_runs()
+        return self.place.inside(*self.keys[:depth]).spread(*self.keys[depth:])
+
+    def _depth_of_runs(self) -> int:
+        depths = range(len(self.keys) - 1, -1, -1)
+        return next((i for i in depths if "runs" in self.place.get(*self.keys[:i])), 0)
+
+    def _was_measured(self) -> bool:
+        try:
+            runs = self.place.inside(*self.keys[: (depth := self._depth_of_runs())])
+            first = runs.inside("runs", 0) if "runs" in runs.get() else runs
+        except ResultFileError:
+            return False
+        return first.optional(*self.keys[depth:]) is not None
+
+
+def show_in(cell: Cell | str, place: Place) -> str:
+    """Return what a cell shows of a place."""
+    return cell.format_map(_Fields(place)) if isinstance(cell, str) else cell(place)
 
 
 def drawn(
@@ -98,7 +170,7 @@ def drawn(
 ) -> str:
     """Return a table with a row for each place."""
     given = columns(whole) if callable(columns) else columns
-    cells = [[cell(place) for _, cell in given] for place in rows(whole)]
+    cells = [[show_in(cell, place) for _, cell in given] for place in rows(whole)]
     return table([heading for heading, _ in given], cells)
 
 
@@ -123,59 +195,6 @@ def each(*path: Any) -> Rows:
 def key(depth: int = -1) -> Cell:
     """Show a key of the place, the last one by default, in words."""
     return lambda place: name(str(place.at[depth]))
-
-
-def text(*keys: str, form: str = "") -> Cell:
-    """Show a value unchanged; an empty cell for None."""
-
-    def cell(place: Place) -> str:
-        found = place.get(*keys)
-        return "" if found is None else format(found, form)
-
-    return cell
-
-
-def words(*keys: str) -> Cell:
-    """Show an identifier in words."""
-    return lambda place: name(place.get(*keys))
-
-
-def number(
-    *keys: str | int,
-    form: str,
-    unit: str = "",
-    per: float = 1.0,
-    links: bool = False,
-    optional: bool = False,
-) -> Cell:
-    """Show a number, divided by `per`; with `optional`, an empty cell if it was not measured."""
-
-    def cell(place: Place) -> str:
-        found = place.optional(*keys) if optional else place.number(*keys)
-        if found is None:
-            return ""
-        shown = format(found / per, form)
-        return (place.linked(shown) if links else shown) + unit
-
-    return cell
-
-
-def spread(
-    *keys: str | int,
-    form: str,
-    unit: str = "",
-    per: float = 1.0,
-    links: bool = False,
-    optional: bool = False,
-) -> Cell:
-    """Show the median and the range of a figure, divided by `per`."""
-
-    def cell(place: Place) -> str:
-        if optional and place.result.optional_spread(place.at, *keys) is None:
-            return ""
-        return shown(place.spread(*keys).over(per), form, unit, place.link if links else None)
-
-    return cell
 
 
 def name(identifier: str) -> str:
@@ -237,7 +256,7 @@ def lost(
     figure: Callable[[Place], Spread],
     *,
     policy: int = -1,
-    place: Callable[[Place], str] = lambda _: "",
+    place: Cell | str = "",
     is_lower_better: bool = False,
 ) -> Callable[[Place], list[str]]:
     """Return the sentence of `losses` for the figure of every row.
@@ -250,7 +269,7 @@ def lost(
     def sentence(whole: Place) -> list[str]:
         sets: dict[str, dict[str, Spread]] = {}
         for row in rows(whole):
-            sets.setdefault(place(row), {})[str(row.at[policy])] = figure(row)
+            sets.setdefault(show_in(place, row), {})[str(row.at[policy])] = figure(row)
         return [losses(unit, sets, is_lower_better=is_lower_better)]
 
     return sentence

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks.common.repeats import Spread
+from rich.markdown import Markdown
+
+from benchmarks.common.harness import show
 from benchmarks.figures import cells, exegpt, papers
 from benchmarks.figures.render import (
+    Cell,
     Column,
     Place,
     Table,
@@ -17,16 +22,13 @@ from benchmarks.figures.render import (
     key,
     lost,
     name,
-    number,
     runs,
+    show_in,
     shown,
-    spread,
     table,
-    text,
     where,
-    words,
 )
-from benchmarks.figures.results import Keys, Result, bound_name, is_quantised
+from benchmarks.figures.results import Keys, Result, ResultFileError, bound_name, is_quantised
 
 # Throughput that adapters are to keep, of that without any.
 _LEAST_ADAPTED = 0.8
@@ -44,18 +46,13 @@ def offline(results: Sequence[Result], link: Callable[[Result], str]) -> list[st
     columns: tuple[Column, ...] = (
         ("workload", _offline_workload),
         ("runs", lambda row: runs(row.result)),
-        ("output tokens/s", spread("output_tokens_per_s", form=".0f", links=True)),
+        ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
         ("of the bound", _reached),
-        ("device waits for host", spread("host_gap_share", form=".1%")),
-        *(
-            (
-                f"{kind} start",
-                number("startup", kind, "ready_s", form=".0f", unit=" s", optional=True),
-            )
-            for kind in ("cold", "warm")
-        ),
+        ("device waits for host", "{host_gap_share:~.1%}"),
+        ("cold start", "{startup[cold][ready_s]:.0f s?}"),
+        ("warm start", "{startup[warm][ready_s]:.0f s?}"),
     )
-    rows = [[cell(Place(each, link(each))) for _, cell in columns] for each in results]
+    rows = [[show_in(cell, Place(each, link(each))) for _, cell in columns] for each in results]
     first = [table([heading for heading, _ in columns], rows), *[""] * (len(results) - 1)]
     return [
         joined(above, peers(result, link(result)) if result.has_peers else "")
@@ -64,11 +61,9 @@ def offline(results: Sequence[Result], link: Callable[[Result], str]) -> list[st
 
 
 def _offline_workload(row: Place) -> str:
-    result = row.result
-    return (
-        f"{row.number('num_requests'):.0f} {row.get('workload')} requests, "
-        f"{_model(result)} in {row.get('precision')}, policy {row.get('policy')}, {where(result)}"
-    )
+    bits = ", weights in {quantize}," if is_quantised(row.result) else ""
+    what = "{num_requests} {workload} requests, {model}" + bits + " in {precision}, policy {policy}"
+    return f"{show_in(what, row)}, {where(row.result)}"
 
 
 def _reached(row: Place) -> str:
@@ -77,18 +72,12 @@ def _reached(row: Place) -> str:
     return f"{row.number('bound', 'reached'):.0%} of {bound_name(row.result)}"
 
 
-def _model(result: Result) -> str:
-    weights = f", weights in {result.get('quantize')}," if is_quantised(result) else ""
-    return f"{result.get('model')}{weights}"
-
-
 def peers(result: Result, link: str) -> str:
     """Return every engine on the requests of an offline result, and where ours is behind."""
-    what = (
-        f"{result.number('num_requests'):.0f} {result.get('workload')} requests, "
-        f"{_model(result).strip(',')}, every engine in turns"
-    )
-    how = f"medians of {result.number('compare', 'repeats'):.0f} whole runs (least to most)"
+    bits = ", weights in {quantize}" if is_quantised(result) else ""
+    what = "{num_requests} {workload} requests, {model}" + bits + ", every engine in turns"
+    how = "medians of {compare[repeats]} whole runs (least to most)"
+    what, how = (show_in(each, Place(result, link)) for each in (what, how))
     return joined(caption(result, what, link, how=how), engines(result, ("compare",), link))
 
 
@@ -149,16 +138,13 @@ POLICIES = Table(
     rows=_POLICY_ROWS,
     columns=(
         ("policy", key()),
-        ("output tokens/s", spread("output_tokens_per_s", form=".0f", links=True)),
-        ("latency, median", spread("latency_s", "p50", form=".1f", unit=" s", optional=True)),
-        ("99th percentile", spread("latency_s", "p99", form=".1f", unit=" s", optional=True)),
-        (
-            "first token",
-            spread("time_to_first_token_s", "p50", form=".2f", unit=" s", optional=True),
-        ),
-        ("average batch", spread("average_batch", form=".1f", optional=True)),
-        ("iterations", spread("engine", "num_iterations", form=".0f", optional=True)),
-        ("preempted", spread("num_preemptions", form=".0f", optional=True)),
+        ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
+        ("latency, median", "{latency_s[p50]:~.1f s?}"),
+        ("99th percentile", "{latency_s[p99]:~.1f s?}"),
+        ("first token", "{time_to_first_token_s[p50]:~.2f s?}"),
+        ("average batch", "{average_batch:~.1f?}"),
+        ("iterations", "{engine[num_iterations]:~.0f?}"),
+        ("preempted", "{num_preemptions:~.0f?}"),
     ),
     below=lost("output tokens/s", _POLICY_ROWS, lambda row: row.spread("output_tokens_per_s")),
 )
@@ -169,19 +155,19 @@ ONLINE = Table(
     rows=_ONLINE_ROWS,
     columns=(
         ("policy", key(1)),
-        ("requests/s", number("rate", form=".2g", links=True)),
-        ("served", spread("requests_per_s", form=".2g")),
-        ("tokens/s", spread("output_tokens_per_s", form=".0f")),
-        ("p90 s/token", spread("normalised_latency_s", "p90", form=".3f", unit=" s")),
-        ("p90 first token", spread("time_to_first_token_s", "p90", form=".2f", unit=" s")),
-        ("within limits", spread("goodput", "share", form=".0%", optional=True)),
+        ("requests/s", "{rate:@.2g}"),
+        ("served", "{requests_per_s:~.2g}"),
+        ("tokens/s", "{output_tokens_per_s:~.0f}"),
+        ("p90 s/token", "{normalised_latency_s[p90]:~.3f s}"),
+        ("p90 first token", "{time_to_first_token_s[p90]:~.2f s}"),
+        ("within limits", "{goodput[share]:~.0%?}"),
     ),
     below=lost(
         "p90 s/token",
         _ONLINE_ROWS,
         lambda row: row.spread("normalised_latency_s", "p90"),
         policy=1,
-        place=lambda row: f"at {row.number('rate'):.2g} requests/s",
+        place="at {rate:.2g} requests/s",
         is_lower_better=True,
     ),
 )
@@ -190,13 +176,13 @@ SIMULATE = Table(
     what="Measured and simulated",
     rows=each("policies", ...),
     columns=(
-        ("policy", words("policy")),
-        ("measured tokens/s", spread("measured", "output_tokens_per_s", form=".0f", links=True)),
-        ("predicted", spread("predicted", "output_tokens_per_s", form=".0f")),
-        ("error", spread("error", "output_tokens_per_s", form="+.1%")),
-        ("measured p99 latency, s", spread("measured", "latency_s", "p99", form=".1f", links=True)),
-        ("predicted", spread("predicted", "latency_s", "p99", form=".1f")),
-        ("error", spread("error", "latency_p99_s", form="+.1%")),
+        ("policy", "{policy:words}"),
+        ("measured tokens/s", "{measured[output_tokens_per_s]:@~.0f}"),
+        ("predicted", "{predicted[output_tokens_per_s]:~.0f}"),
+        ("error", "{error[output_tokens_per_s]:~+.1%}"),
+        ("measured p99 latency, s", "{measured[latency_s][p99]:@~.1f}"),
+        ("predicted", "{predicted[latency_s][p99]:~.1f}"),
+        ("error", "{error[latency_p99_s]:~+.1%}"),
     ),
 )
 
@@ -223,21 +209,18 @@ def _of_best_other(best: Callable[..., float], *keys: str, links: bool) -> Calla
 
 
 def _grid_workload(whole: Place) -> str:
-    given = whole.get("arguments")
-    memory = "no host memory" if given["no_host"] else "host memory"
-    return (
-        f"auto, {given['num_requests']} requests all at once, {given['max_slots']} slots, "
-        f"{memory}, Llama 3 8B on an A100 80 GB as rooflines"
-    )
+    memory = "no host memory" if whole.get("arguments", "no_host") else "host memory"
+    what = "auto, {arguments[num_requests]} requests all at once, {arguments[max_slots]} slots, "
+    return show_in(f"{what}{memory}, Llama 3 8B on an A100 80 GB as rooflines", whole)
 
 
 POLICIES_GRID = Table(
     what=_grid_workload,
     rows=_grid_rows,
     columns=(
-        ("workload", text("workload")),
-        ("pool", text("pool")),
-        ("predictor", text("predictor")),
+        ("workload", "{workload}"),
+        ("pool", "{pool}"),
+        ("predictor", "{predictor}"),
         ("tokens/s over the best other", _of_best_other(max, "output_tokens_per_s", links=True)),
         ("p99 over it", _of_best_other(min, "latency_s", "p99", links=False)),
     ),
@@ -249,19 +232,15 @@ POLICIES_GRID = Table(
 
 
 def _predictor_columns(whole: Place) -> tuple[Column, ...]:
-    def outgrown(level: str) -> Callable[[Place], str]:
-        return lambda row: "{missed:.1%} ({reserved_tokens:.0f})".format(
-            **row.get("promises", level)
-        )
-
+    outgrown = "{{promises[{0}][missed]:.1%}} ({{promises[{0}][reserved_tokens]:.0f}})"
     return (
-        ("predictor", text("name")),
-        ("accuracy", number("accuracy", form=".1%", links=True)),
-        ("wrong by, buckets", number("wrong_by", form=".2f")),
-        ("error, tokens", number("error_tokens", form=".0f")),
-        ("too short", number("under_prediction", form=".1%")),
+        ("predictor", "{name}"),
+        ("accuracy", "{accuracy:@.1%}"),
+        ("wrong by, buckets", "{wrong_by:.2f}"),
+        ("error, tokens", "{error_tokens:.0f}"),
+        ("too short", "{under_prediction:.1%}"),
         *(
-            (f"outgrown at {float(level):.0%}", outgrown(level))
+            (f"outgrown at {float(level):.0%}", outgrown.format(level))
             for level in whole.get("contenders", 0, "promises")
         ),
     )
@@ -269,10 +248,10 @@ def _predictor_columns(whole: Place) -> tuple[Column, ...]:
 
 def _predictor_data(whole: Place) -> str:
     edges = whole.get("bucket_edges")
-    return (
-        f"{whole.number('num_examples', 'test'):.0f} {whole.get('settings', 'data')} prompts, "
-        f"{len(edges) - 1} buckets up to {edges[-1]} tokens; outgrown reservations and, in "
-        "brackets, their mean length in tokens"
+    return show_in(
+        f"{{num_examples[test]}} {{settings[data]}} prompts, {len(edges) - 1} buckets up to "
+        f"{edges[-1]} tokens; outgrown reservations and, in brackets, their mean length in tokens",
+        whole,
     )
 
 
@@ -304,7 +283,7 @@ def _probe_columns(whole: Place) -> list[Column]:
 
     found = dict.fromkeys(row.get("elapsed") for row in each("figures", ...)(whole))
     columns = [("all" if elapsed is None else f"{elapsed}", at(elapsed)) for elapsed in found]
-    return [("", text("name")), *columns]
+    return [("", "{name}"), *columns]
 
 
 PROBE = Table(
@@ -325,21 +304,15 @@ STARTUP = Table(
     rows=lambda whole: map(whole.inside, ("cold", "warm")),
     columns=(
         ("start", key()),
-        ("first token", spread("first_token_s", form=".1f", unit=" s", links=True)),
-        ("imports", spread("imports_s", form=".1f", unit=" s")),
-        ("tokenizer", spread("tokenizer_s", form=".1f", unit=" s")),
-        ("weights", spread("weights_s", form=".1f", unit=" s")),
-        ("page pool", spread("cache_s", form=".1f", unit=" s")),
-        ("first answer", spread("first_answer_s", form=".1f", unit=" s")),
-        ("second answer", spread("second_answer_s", form=".1f", unit=" s")),
-        (
-            "executables",
-            lambda row: (
-                f"{row.spread('num_loaded').median:.0f} loaded, "
-                f"{row.spread('num_compiled').median:.0f} compiled"
-            ),
-        ),
-        ("resident", spread("resident_bytes", form=".2f", unit=" GB", per=1e9)),
+        ("first token", "{first_token_s:@~.1f s}"),
+        ("imports", "{imports_s:~.1f s}"),
+        ("tokenizer", "{tokenizer_s:~.1f s}"),
+        ("weights", "{weights_s:~.1f s}"),
+        ("page pool", "{cache_s:~.1f s}"),
+        ("first answer", "{first_answer_s:~.1f s}"),
+        ("second answer", "{second_answer_s:~.1f s}"),
+        ("executables", "{num_loaded:.0f} loaded, {num_compiled:.0f} compiled"),
+        ("resident", "{resident_bytes:~.2f GB}"),
     ),
 )
 
@@ -347,31 +320,22 @@ LOADING = Table(
     what="A random checkpoint",
     rows=each(),
     columns=(
-        (
-            "checkpoint",
-            lambda row: (
-                f"{row.get('shape')}, {row.get('dtype')}, {row.number('num_shards'):.0f} shards"
-            ),
-        ),
-        ("size", number("checkpoint_bytes", form=".2f", unit=" GB", per=1e9)),
-        (
-            "peak host memory",
-            lambda row: f"{row.spread('peak_host_bytes').median / 1e9:.2f} GB",
-        ),
-        ("over the size", spread("ratio", form=".2f", links=True)),
-        ("from disk in", spread("load_s", form=".0f", unit=" s")),
+        ("checkpoint", "{shape}, {dtype}, {num_shards:.0f} shards"),
+        ("size", "{checkpoint_bytes:.2f GB}"),
+        ("peak host memory", "{peak_host_bytes:.2f GB}"),
+        ("over the size", "{ratio:@~.2f}"),
+        ("from disk in", "{load_s:~.0f s}"),
     ),
 )
 
 
 def _compiled_model(whole: Place) -> str:
-    given = whole.get("arguments")
-    target = "an H100" if given["target"] == "h100" else "its own CPU"
-    return (
-        f"Executables of a Llama of the shape {given['shape']} with {given['layout']} "
-        f"layers, {given['max_slots']} slots and steps of {given['max_step_tokens']:,} "
-        f"tokens, compiled for {target} without a cache"
+    target = "an H100" if whole.get("arguments", "target") == "h100" else "its own CPU"
+    what = (
+        "Executables of a Llama of the shape {arguments[shape]} with {arguments[layout]} layers, "
+        "{arguments[max_slots]} slots and steps of {arguments[max_step_tokens]:,} tokens, compiled"
     )
+    return f"{show_in(what, whole)} for {target} without a cache"
 
 
 _COMPILED = {"serial": "one after the other", "parallel": "on a start's threads"}
@@ -381,8 +345,8 @@ COMPILE_TIMES = Table(
     columns=(
         ("compiled", lambda row: _COMPILED[str(row.at[0])]),
         ("executables", lambda row: f"{len(row.get('executables')):,}"),
-        ("all are made after", number("wall_s", form=".0f", unit=" s", links=True)),
-        ("sum of the seconds of each", number("sum_s", form=".0f", unit=" s")),
+        ("all are made after", "{wall_s:@.0f s}"),
+        ("sum of the seconds of each", "{sum_s:.0f s}"),
     ),
 )
 
@@ -392,14 +356,10 @@ def _quality_rows(whole: Place) -> Iterator[Place]:
     yield from each("formats", ...)(whole)
 
 
-def _of_format(cell: Callable[[Place], str]) -> Callable[[Place], str]:
-    """Leave the cell of the unquantised model empty."""
-    return lambda row: "" if row.at == ("unquantised",) else cell(row)
-
-
 def _perplexity_ratio(row: Place) -> str:
-    base = row.above(0).number("unquantised", "perplexity")
-    return f"{row.number('perplexity') / base:.3f}"
+    if row.at == ("unquantised",):
+        return ""
+    return f"{row.number('perplexity') / row.above(0).number('unquantised', 'perplexity'):.3f}"
 
 
 QUALITY = Table(
@@ -407,11 +367,11 @@ QUALITY = Table(
     rows=_quality_rows,
     columns=(
         ("weights", lambda row: str(row.at[-1])),
-        ("size", number("weights_bytes", form=".0f", unit=" MB", per=1e6)),
-        ("perplexity", number("perplexity", form=".3f", links=True)),
-        ("ratio", _of_format(_perplexity_ratio)),
-        ("KL divergence, nats", _of_format(number("divergence", form=".4f"))),
-        ("same greedy token", _of_format(number("agreement", form=".1%"))),
+        ("size", "{weights_bytes:.0f MB}"),
+        ("perplexity", "{perplexity:@.3f}"),
+        ("ratio", _perplexity_ratio),
+        ("KL divergence, nats", "{divergence:.4f?}"),
+        ("same greedy token", "{agreement:.1%?}"),
     ),
     how="one pass, which nothing random is in",
     below=lambda whole: [
@@ -444,9 +404,9 @@ def _is_missing(row: Place) -> str:
 
 def _refused(whole: Place) -> list[str]:
     columns: tuple[Column, ...] = (
-        ("refused", lambda row: f"`{row.at[-1]}`"),
-        ("class", text("class_name")),
-        ("nearest family", text("nearest")),
+        ("refused", "`{at[1]}`"),
+        ("class", "{class_name}"),
+        ("nearest family", "{nearest}"),
         ("what it does not read, or the reason", _is_missing),
     )
     return [drawn(columns, _architectures("refused", "disagrees", "fails"), whole)]
@@ -461,10 +421,10 @@ COVERAGE = Table(
     ),
     rows=_architectures("agrees"),
     columns=(
-        ("`model_type`", lambda row: f"`{row.at[-1]}`"),
-        ("class of transformers", text("class_name")),
-        ("family here", lambda row: f"`{row.get('family')}`"),
-        ("relative error of logits", number("error", form=".0e", links=True)),
+        ("`model_type`", "`{at[1]}`"),
+        ("class of transformers", "{class_name}"),
+        ("family here", "`{family}`"),
+        ("relative error of logits", "{error:@.0e}"),
     ),
     how="tiny random checkpoints, each checked once",
     below=_refused,
@@ -484,20 +444,20 @@ def _slowest_points(whole: Place) -> list[Place]:
 
 def _planning_columns(whole: Place) -> list[Column]:
     columns: list[Column] = [
-        ("policy", words("policy")),
-        ("slots", text("max_slots")),
-        ("waiting", text("num_waiting", form=",")),
-        ("context", number("max_context", form=",.0f", optional=True)),
+        ("policy", "{policy:words}"),
+        ("slots", "{max_slots}"),
+        ("waiting", "{num_waiting:,}"),
+        ("context", "{max_context:,.0f?}"),
     ]
     figures = (
-        ("planning, median", spread("planning_ms", "p50", form=".2f", links=True)),
-        ("99th percentile", spread("planning_ms", "p99", form=".2f")),
-        ("worst", spread("planning_ms", "max", form=".1f")),
-        ("host, median", spread("host_ms", "p50", form=".2f")),
+        ("planning, median", "{planning_ms[p50]:@~.2f}"),
+        ("99th percentile", "{planning_ms[p99]:~.2f}"),
+        ("worst", "{planning_ms[max]:~.1f}"),
+        ("host, median", "{host_ms[p50]:~.2f}"),
     )
 
-    def of(checkout: str, cell: Callable[[Place], str]) -> Callable[[Place], str]:
-        return lambda row: cell(row.above(0).inside("points", checkout, row.at[-1]))
+    def of(checkout: str, cell: str) -> Cell:
+        return lambda row: show_in(cell, row.above(0).inside("points", checkout, row.at[-1]))
 
     names = {"here": "this commit", "against": f"{whole.get('arguments')['against']}"}
     for checkout, _ in whole.result.items("points"):
@@ -521,11 +481,11 @@ SHARDING = Table(
     what="{rows:.0f} sequences of a model of {model[layers]} layers",
     rows=each("runs", ...),
     columns=(
-        ("plan", text("plan")),
-        ("bytes a decode iteration", number("decode", "bytes", form=",.0f", links=True)),
+        ("plan", "{plan}"),
+        ("bytes a decode iteration", "{decode[bytes]:@,.0f}"),
         ("of the least", _of_least),
-        ("bubble", number("pipeline", "bubble", form=".1%", optional=True)),
-        ("ideal", number("pipeline", "ideal_bubble", form=".1%", optional=True)),
+        ("bubble", "{pipeline[bubble]:.1%?}"),
+        ("ideal", "{pipeline[ideal_bubble]:.1%?}"),
     ),
     how="counted",
 )
@@ -542,9 +502,9 @@ ROLES = Table(
     rows=each("fleets", ...),
     columns=(
         ("replicas", lambda row: _FLEETS[str(row.at[1])]),
-        ("output tokens/s", spread("output_tokens_per_s", form=".0f", links=True)),
+        ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
         *(
-            (f"{what}, {of}", spread(figure, level, form=".2f", unit=" s"))
+            (f"{what}, {of}", f"{{{figure}[{level}]:~.2f s}}")
             for what, figure in _FLEET_TIMES.items()
             for of, level in (("median", "p50"), ("p99", "p99"))
         ),
@@ -555,10 +515,10 @@ GPU_CHECK = Table(
     what="Results and their bars",
     rows=each("bars", ...),
     columns=(
-        ("what", text("what")),
-        ("wanted", text("wanted")),
+        ("what", "{what}"),
+        ("wanted", "{wanted}"),
         ("found", lambda row: row.get("found") and row.linked(row.get("found"))),
-        ("verdict", text("verdict")),
+        ("verdict", "{verdict}"),
     ),
     how="one run",
 )
@@ -567,43 +527,39 @@ GPU_CHECK = Table(
 # ---- HTTP and grammars ----
 
 
-def _of_http(
-    costs: str, figure: str, form: str, unit: str = "", per: float = 1.0
-) -> Callable[[Place], str]:
+def _of_http(cell: str) -> Cell:
     """Show a cost of HTTP at the row's number of connections."""
-    cost = spread(figure, form=form, unit=unit, per=per)
-    return lambda row: cost(row.above(2).inside(costs)) if row.at[3] == "http" else ""
+    return lambda row: show_in(cell, row.above(2)) if row.at[3] == "http" else ""
 
 
-def _http_columns(_: Place) -> list[Column]:
-    columns: list[Column] = [
-        ("connections", lambda row: f"{row.above(2).get('connections'):,}"),
-        ("way", lambda row: str(row.at[3])),
-        ("output tokens/s", spread("at_once", "tokens_per_s", form=".0f", links=True)),
-    ]
-    for what, figure in (("first token", "first_token_s"), ("a token", "token_s")):
-        for heading, level in ((f"{what}, median", "p50"), ("99th percentile", "p99")):
-            cell = spread("poisson", figure, level, form=".1f", unit=" ms", per=1e-3, optional=True)
-            columns.append((heading, cell))
-    columns += [
-        (
-            "arrivals, of the requests that the way itself answers at once",
-            spread("poisson", "share_of_own_rate", form=".0%", optional=True),
-        ),
-        (
-            "of the first token outside the engine, mean",
-            _of_http("costs", "outside_engine_s", form=".1f", unit=" ms", per=1e-3),
-        ),
-    ]
-    for base, costs in (("in process", "costs"), ("over sockets", "costs_beside_socket")):
-        columns += [
-            (f"of the throughput {base}", _of_http(costs, "throughput_share", form=".1%")),
+_HTTP_COLUMNS: tuple[Column, ...] = (
+    ("connections", "{above2[connections]:,}"),
+    ("way", "{at[3]}"),
+    ("output tokens/s", "{at_once[tokens_per_s]:@~.0f}"),
+    ("first token, median", "{poisson[first_token_s][p50]:~.1f ms?}"),
+    ("99th percentile", "{poisson[first_token_s][p99]:~.1f ms?}"),
+    ("a token, median", "{poisson[token_s][p50]:~.1f ms?}"),
+    ("99th percentile", "{poisson[token_s][p99]:~.1f ms?}"),
+    (
+        "arrivals, of the requests that the way itself answers at once",
+        "{poisson[share_of_own_rate]:~.0%?}",
+    ),
+    (
+        "of the first token outside the engine, mean",
+        _of_http("{costs[outside_engine_s]:~.1f ms}"),
+    ),
+    *(
+        column
+        for base, costs in (("in process", "costs"), ("over sockets", "costs_beside_socket"))
+        for column in (
+            (f"of the throughput {base}", _of_http(f"{{{costs}[throughput_share]:~.1%}}")),
             (
                 f"first token later than {base}, median",
-                _of_http(costs, "first_token_later_s", form=".1f", unit=" ms", per=1e-3),
+                _of_http(f"{{{costs}[first_token_later_s]:~.1f ms}}"),
             ),
-        ]
-    return columns
+        )
+    ),
+)
 
 
 def _http_below(whole: Place) -> Iterator[str]:
@@ -644,7 +600,7 @@ HTTP = Table(
     "a second when all come at once, latencies of Poisson arrivals, whose rate is the same for "
     "all ways: half of the requests a second that jaxserve answers in process",
     rows=each("points", ..., "ways", ...),
-    columns=_http_columns,
+    columns=_HTTP_COLUMNS,
     below=_http_below,
 )
 
@@ -656,24 +612,19 @@ def _structured_workload(whole: Place) -> str:
 
 
 def _of_without(row: Place) -> str:
-    if row.at != ("with",):
-        return ""
-    return spread("throughput_share", form=".1%")(row.above(0).inside("costs"))
+    return show_in("{above0[costs][throughput_share]:~.1%}", row) if row.at == ("with",) else ""
 
 
 STRUCTURED = Table(
     what=_structured_workload,
     rows=lambda whole: map(whole.inside, ("with", "without")),
     columns=(
-        ("answers", lambda row: f"{row.at[0]} schemas"),
-        ("output tokens/s", spread("tokens_per_s", form=".0f", links=True)),
-        ("a token", spread("token_s", form=".2f", unit=" ms", per=1e-3)),
-        (
-            "masks a token, on host threads",
-            spread("mask_token_s", form=".2f", unit=" ms", per=1e-3),
-        ),
-        ("forced", spread("forced_share", form=".0%")),
-        ("device idle for the host", spread("host_gap_share", form=".0%")),
+        ("answers", "{at[0]} schemas"),
+        ("output tokens/s", "{tokens_per_s:@~.0f}"),
+        ("a token", "{token_s:~.2f ms}"),
+        ("masks a token, on host threads", "{mask_token_s:~.2f ms}"),
+        ("forced", "{forced_share:~.0%}"),
+        ("device idle for the host", "{host_gap_share:~.0%}"),
         ("of the throughput without", _of_without),
     ),
 )
@@ -682,43 +633,34 @@ STRUCTURED = Table(
 # ---- what a trainer asks for ----
 
 
-def _scores(whole: Place) -> list[str]:
-    rates = {
-        mode: shown(whole.inside("cost", mode).spread("tokens_per_s"), ".0f")
-        for mode in ("deterministic", "ordinary")
-    }
-    own, drawn = (
-        f"{whole.number(part, 'num_different'):.0f} of {whole.number(part, 'num_answers'):.0f}"
-        for part in ("scores", "processed_scores")
-    )
-    return [
-        f"`rt.score` differs in {own} answers, and in {drawn} for the distributions that tokens "
-        f"were drawn from. Output tokens a second: {rates['deterministic']} with "
-        f"`deterministic=True`, {rates['ordinary']} without."
-    ]
-
-
+_SCORES = (
+    "`rt.score` differs in {scores[num_different]:.0f} of {scores[num_answers]:.0f} answers, and "
+    "in {processed_scores[num_different]:.0f} of {processed_scores[num_answers]:.0f} for the "
+    "distributions that tokens were drawn from. Output tokens a second: "
+    "{cost[deterministic][tokens_per_s]:~.0f} with `deterministic=True`, "
+    "{cost[ordinary][tokens_per_s]:~.0f} without."
+)
 INVARIANCE = Table(
     what="{num_requests:.0f} {arguments[workload]} requests, {arguments[model]}, in random batches",
     rows=each("ways", ...),
     columns=(
-        ("steps", lambda row: str(row.at[1])),
-        ("pairs", number("num_pairs", form=",.0f", links=True)),
-        ("different", number("num_different", form=",.0f")),
-        ("preempted", number("num_preemptions", form=",.0f")),
-        ("pages restored", number("num_pages_in", form=",.0f")),
-        ("cached tokens", number("num_prefix_hit", form=",.0f")),
+        ("steps", "{at[1]}"),
+        ("pairs", "{num_pairs:@,.0f}"),
+        ("different", "{num_different:,.0f}"),
+        ("preempted", "{num_preemptions:,.0f}"),
+        ("pages restored", "{num_pages_in:,.0f}"),
+        ("cached tokens", "{num_prefix_hit:,.0f}"),
     ),
-    below=_scores,
+    below=lambda whole: [show_in(_SCORES, whole)],
 )
 
 
 def _drawn_tokens(whole: Place) -> str:
     first = next(iter(whole.get("modes")))
-    return (
-        f"{whole.number('modes', first, 'num_tokens'):,.0f} drawn tokens of "
-        f"{whole.get('arguments')['model']} in each mode, beside the trainer's log-probabilities "
-        "in float32"
+    return show_in(
+        f"{{modes[{first}][num_tokens]:,}} drawn tokens of {{arguments[model]}} in each mode, "
+        "beside the trainer's log-probabilities in float32",
+        whole,
     )
 
 
@@ -726,20 +668,14 @@ RESIDUAL = Table(
     what=_drawn_tokens,
     rows=each("modes", ...),
     columns=(
-        ("serving", lambda row: str(row.at[1])),
-        ("tokens with other bits", number("num_different", form=",.0f", links=True)),
-        ("mean difference", number("mean", form=".1e")),
-        ("largest", number("largest", form=".1e")),
-        ("largest error of a ratio", number("largest_ratio_error", form=".1e")),
-        ("KL divergence per token", number("kl", form=".1e")),
+        ("serving", "{at[1]}"),
+        ("tokens with other bits", "{num_different:@,.0f}"),
+        ("mean difference", "{mean:.1e}"),
+        ("largest", "{largest:.1e}"),
+        ("largest error of a ratio", "{largest_ratio_error:.1e}"),
+        ("KL divergence per token", "{kl:.1e}"),
     ),
 )
-
-
-def _ratio(row: Place, *keys: str) -> Spread:
-    """Return a spread that the file itself has, of ratios of runs in the same turn."""
-    low, high = row.get(*keys, "range")
-    return Spread(row.number(*keys, "median"), low, high, row.result.repeats)
 
 
 def _adapter_rows(whole: Place) -> Iterator[Place]:
@@ -752,29 +688,29 @@ def _num_adapters(row: Place) -> str:
 
 
 def _kept_by_adapters(row: Place) -> str:
-    return "1.00" if row.at == ("without",) else shown(_ratio(row, "share_of_throughput"), ".2f")
+    return "1.00" if row.at == ("without",) else show_in("{share_of_throughput:~.2f}", row)
 
 
 def _adapters_below(whole: Place) -> list[str]:
-    kept = [(row, _ratio(row, "share_of_throughput").median) for row in each("cases", ...)(whole)]
+    cases = each("cases", ...)(whole)
+    kept = [(row, row.number("share_of_throughput", "median")) for row in cases]
     short = [
         f"{row.get('num_adapters'):,} adapters ({share:.3f})"
         for row, share in kept
         if share < _LEAST_ADAPTED
     ]
     said = f"Less than {_LEAST_ADAPTED} of the throughput without: {'; '.join(short)}."
-    load = f"Loading one from arrays takes {whole.number('load_s'):.2f} s (median)."
+    load = show_in("Loading one from arrays takes {load_s:.2f s} (median).", whole)
     return [said if short else "", load]
 
 
 def _adapters_workload(whole: Place) -> str:
-    given = whole.get("arguments")
-    dtype = given.get("adapter_dtype")
-    return (
-        f"{given['num_requests']} {given['workload']} requests at once, "
-        f"{given['model']}, adapters of rank {given['rank']} for all matrices"
-        + (f", kept in {dtype}" if dtype else "")
+    what = (
+        "{arguments[num_requests]} {arguments[workload]} requests at once, {arguments[model]}, "
+        "adapters of rank {arguments[rank]} for all matrices"
     )
+    kept = whole.get("arguments").get("adapter_dtype") and ", kept in {arguments[adapter_dtype]}"
+    return show_in(what + (kept or ""), whole)
 
 
 ADAPTERS = Table(
@@ -782,7 +718,7 @@ ADAPTERS = Table(
     rows=_adapter_rows,
     columns=(
         ("adapters in the batch", _num_adapters),
-        ("output tokens/s", spread("tokens_per_s", form=".0f", links=True)),
+        ("output tokens/s", "{tokens_per_s:@~.0f}"),
         ("of the throughput without", _kept_by_adapters),
     ),
     below=_adapters_below,
@@ -791,16 +727,14 @@ ADAPTERS = Table(
 _SPECULATING = each("cases", ..., "is_faster_by", ...)
 
 
-def _of_way(way: str | None, *keys: str, form: str, links: bool = False) -> Callable[[Place], str]:
-    """Show a figure of one way of a case; None for the proposer of the row."""
-    cell = spread(*keys, form=form, links=links)
-    return lambda row: cell(row.above(2).inside(way or row.at[3]))
+def _of_proposer(cell: str) -> Cell:
+    return lambda row: show_in(cell, row.above(2).inside(row.at[3]))
 
 
 def _speculation_below(whole: Place) -> list[str]:
     behind = []
     for row in _SPECULATING(whole):
-        faster, case = _ratio(row).median, row.above(2)
+        faster, case = row.number("median"), row.above(2)
         if faster < _LEAST_SPECULATING:
             place = f"{case.get('kind')}, {case.get('num_requests'):,} requests, {row.at[3]}"
             behind.append(f"{place} ({faster:.2f})")
@@ -819,57 +753,72 @@ SPECULATION = Table(
     "without speculation in turns, the same tokens",
     rows=_SPECULATING,
     columns=(
-        ("prompts", lambda row: row.above(2).get("kind")),
-        ("requests", lambda row: f"{row.above(2).get('num_requests'):,}"),
-        ("proposer", lambda row: str(row.at[3])),
-        (
-            "output tokens/s without",
-            _of_way("without", "tokens_per_s", form=".0f", links=True),
-        ),
-        ("with", _of_way(None, "tokens_per_s", form=".0f", links=True)),
-        ("faster by", lambda row: shown(_ratio(row), ".2f")),
-        ("proposals accepted", _of_way(None, "accepted_share", form=".0%")),
+        ("prompts", "{above2[kind]}"),
+        ("requests", "{above2[num_requests]:,}"),
+        ("proposer", "{at[3]}"),
+        ("output tokens/s without", "{above2[without][tokens_per_s]:@~.0f}"),
+        ("with", _of_proposer("{tokens_per_s:@~.0f}")),
+        ("faster by", "{here:~.2f}"),
+        ("proposals accepted", _of_proposer("{accepted_share:~.0%}")),
     ),
     below=_speculation_below,
 )
 
-# Heading and table of each kind of result; offline results share a table.
-TABLES: dict[str, tuple[str, Callable[[Result, str], str] | None]] = {
-    "offline": ("All requests at once", None),
-    "policies": ("Policies on one workload", POLICIES),
-    "online": ("Latency against load", ONLINE),
-    "conversations": ("Conversations that come back", papers.CONVERSATIONS),
-    "flover": ("Flover's section VI", papers.FLOVER),
-    "simulate": ("Predicted and measured", SIMULATE),
-    "predictor": ("Predicted lengths of answers", PREDICTOR),
-    "probe": ("What is left of answers", PROBE),
-    "s3": ("S3's models on its GPU, simulated", papers.S3),
-    "pensieve": ("Pensieve's models on its GPUs, simulated", papers.PENSIEVE),
-    "scattered": ("Attention over scattered pages", papers.SCATTERED),
-    "restore": ("Coming back from the host", papers.RESTORE),
-    "startup": ("From an empty process to the first token", STARTUP),
-    "compile_times": ("Compiling for a GPU", COMPILE_TIMES),
-    "loading": ("Memory for loading a checkpoint", LOADING),
-    "planning": ("The host's time a step", PLANNING),
-    "sharding": ("What plans send, and how full pipelines are", SHARDING),
-    "gpu_check": ("One GPU in ten minutes", GPU_CHECK),
-    "exegpt": ("ExeGPT's models on its clusters, estimated and simulated", exegpt.simulated),
-    "exegpt_bounds": ("Plans beside hand-tuned batch sizes", exegpt.bounds),
-    "exegpt_measured": ("ExeGPT's schedules on devices, and simulated", exegpt.MEASURED),
-    "exegpt_drift": ("Lengths that drift, simulated", exegpt.DRIFT),
-    "cells": ("Cellular batching beside graph batching", cells.batching),
-    "cells_host": ("The host's work on cells", cells.HOST),
-    "roles": ("Prompts and answers in separate replicas", ROLES),
-    "http": ("What HTTP costs, and other servers", HTTP),
-    "structured": ("What grammars cost", STRUCTURED),
-    "policies_grid": ("Policies over workloads and pools, simulated", POLICIES_GRID),
-    "invariance": ("Bits of a request in any two batches", INVARIANCE),
-    "residual": ("Log-probabilities of sampling beside the trainer's", RESIDUAL),
-    "adapters": ("What adapters cost", ADAPTERS),
-    "speculation": ("What speculation gains", SPECULATION),
-    "quality": ("Quality of weights in few bits", QUALITY),
-    "coverage": ("Architectures of transformers", COVERAGE),
+# Page -> kind of result, in the order of the page -> heading and table. An entry here shows a new
+# kind: on its page, and on stderr when it is measured. Offline results share a table.
+PAGES: dict[str, dict[str, tuple[str, Callable[[Result, str], str] | None]]] = {
+    "docs/results/throughput.md": {
+        "offline": ("All requests at once", None),
+        "http": ("What HTTP costs, and other servers", HTTP),
+        "structured": ("What grammars cost", STRUCTURED),
+        "startup": ("From an empty process to the first token", STARTUP),
+        "compile_times": ("Compiling for a GPU", COMPILE_TIMES),
+        "loading": ("Memory for loading a checkpoint", LOADING),
+        "planning": ("The host's time a step", PLANNING),
+        "quality": ("Quality of weights in few bits", QUALITY),
+    },
+    "docs/results/policies.md": {
+        "policies": ("Policies on one workload", POLICIES),
+        "policies_grid": ("Policies over workloads and pools, simulated", POLICIES_GRID),
+        "online": ("Latency against load", ONLINE),
+        "flover": ("Flover's section VI", papers.FLOVER),
+        "simulate": ("Predicted and measured", SIMULATE),
+        "s3": ("S3's models on its GPU, simulated", papers.S3),
+    },
+    "docs/results/conversations.md": {
+        "conversations": ("Conversations that come back", papers.CONVERSATIONS),
+        "pensieve": ("Pensieve's models on its GPUs, simulated", papers.PENSIEVE),
+        "scattered": ("Attention over scattered pages", papers.SCATTERED),
+        "restore": ("Coming back from the host", papers.RESTORE),
+    },
+    "docs/results/exegpt.md": {
+        "exegpt": ("ExeGPT's models on its clusters, estimated and simulated", exegpt.simulated),
+        "exegpt_bounds": ("Plans beside hand-tuned batch sizes", exegpt.bounds),
+        "exegpt_measured": ("ExeGPT's schedules on devices, and simulated", exegpt.MEASURED),
+        "exegpt_drift": ("Lengths that drift, simulated", exegpt.DRIFT),
+    },
+    "docs/results/cells.md": {
+        "cells": ("Cellular batching beside graph batching", cells.batching),
+        "cells_host": ("The host's work on cells", cells.HOST),
+    },
+    "docs/results/lengths.md": {
+        "predictor": ("Predicted lengths of answers", PREDICTOR),
+        "probe": ("What is left of answers", PROBE),
+    },
+    "docs/results/rollouts.md": {
+        "invariance": ("Bits of a request in any two batches", INVARIANCE),
+        "residual": ("Log-probabilities of sampling beside the trainer's", RESIDUAL),
+        "adapters": ("What adapters cost", ADAPTERS),
+        "speculation": ("What speculation gains", SPECULATION),
+    },
+    "docs/models.md": {"coverage": ("Architectures of transformers", COVERAGE)},
+    "docs/results/devices.md": {
+        "sharding": ("What plans send, and how full pipelines are", SHARDING),
+        "roles": ("Prompts and answers in separate replicas", ROLES),
+        "gpu_check": ("One GPU in ten minutes", GPU_CHECK),
+    },
 }
+TABLES = {kind: entry for kinds in PAGES.values() for kind, entry in kinds.items()}
 
 
 def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) -> list[str]:
@@ -885,3 +834,15 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
     if make is None:
         return offline(results, link)
     return [make(result, link(result)) for result in results]
+
+
+def show_result(data: dict[str, Any]) -> None:
+    """Print the table of a result that was just measured on stderr; nothing for other kinds."""
+    kind = data["benchmark"]
+    if kind in TABLES:
+        result = Result(Path(f"{kind}.json"), data, "")
+        try:
+            (text,) = tables(kind, [result], lambda _: "")
+        except ResultFileError as error:  # what the budget did not allow is not there
+            text = str(error)
+        show(Markdown(text))

@@ -13,17 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from benchmarks.common import environment, workloads
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.policies import add_policy_options, parse_policies
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.policies import parse_policies, policy_options
 from benchmarks.common.processes import PeerError
-from benchmarks.common.repeats import Figures, add_repeats, summary
+from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import Runtimes
 from benchmarks.http.load import Seen, percentiles, phases
 from benchmarks.http.peers.servers import PEERS, named, started
@@ -86,9 +86,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             contest.turn(items[:2], [0.0] * len(items[:2]))  # the first requests are slow
             points = [_point(contest, items, count, options) for count in options.connections]
     return {
-        "benchmark": "http",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "points": points,
         "peers": {
             name: {
@@ -98,7 +95,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for name, peer in peers.items()
         },
         "failed": contest.failed,
-        **environment.describe(),
     }
 
 
@@ -238,53 +234,22 @@ def _peer(text: str) -> tuple[str, tuple[str, str]]:
     return name, (url, model or "model")
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def ms(figure: str, level: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: "" if row[figure] is None else f"{row[figure][level] * 1e3:.1f}"
-
-    print_table(
-        [
-            {
-                "connections": point["connections"],
-                "way": way,
-                **figures["at_once"],
-                "first": figures["poisson"]["first_token_s"],
-                "token": figures["poisson"]["token_s"],
-            }
-            for point in result["points"]
-            for way, figures in point["ways"].items()
-        ],
-        ("connections", "{connections}"),
-        ("way", "{way}"),
-        ("requests/s", "{requests_per_s:.3g}"),
-        ("tokens/s", "{tokens_per_s:.0f}"),
-        ("first token p50 ms", ms("first", "p50")),
-        ("p99", ms("first", "p99")),
-        ("token p50 ms", ms("token", "p50")),
-        ("p99", ms("token", "p99")),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "numbers of requests, each on its connection"
-    add("--connections", type=_counts, default="1,64,1000", help=text)
-    text = f"servers that are installed, started and measured, too: {','.join(PEERS)}"
-    add("--compare", default="", help=text)
-    add(
+OPTIONS = (
+    option("--connections", "1,64,1000", "numbers of requests, each on its connection", _counts),
+    option("--compare", "", f"servers to install, start and measure, too: {','.join(PEERS)}"),
+    option(
         "--peer",
-        type=_peer,
+        [],
+        "a server with OpenAI's completions that runs already",
+        _peer,
         action="append",
-        default=[],
         metavar="NAME=URL,MODEL",
-        help="a server with OpenAI's completions that runs already",
-    )
-    workloads.add_arguments(parser, num_requests="as many as the largest number of connections")
-    add_repeats(parser, "way at every number of connections")
-    add_policy_options(parser, policies="auto", max_context=1024)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+    ),
+    *workloads.options(many="as many as the largest number of connections"),
+    repeats("way at every number of connections"),
+    *policy_options("auto"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "http")
 main = BENCHMARK.main
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from benchmarks.common import environment, workloads
+from benchmarks.common import workloads
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
-from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
-from benchmarks.common.serving import Runtimes
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
+from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
@@ -114,9 +114,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         scores, processed = _scored(rt, requests), _processed_scored(rt, requests)
         cost = _cost(open_runtimes, options, requests)
     return {
-        "benchmark": "invariance",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "num_requests": len(requests.prompts),
         "num_pairs": sum(each["num_pairs"] for each in ways.values()),
         "num_different": len(requests.different),
@@ -125,7 +122,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "scores": scores,
         "processed_scores": processed,
         "cost": cost,
-        **environment.describe(),
     }
 
 
@@ -204,25 +200,17 @@ def _cost(
         name: open_runtimes.open(policy, deterministic=name == "deterministic", warmup=False)
         for name in _COSTS
     }
-    found: dict[str, list[Figures]] = {name: [] for name in _COSTS}
-    for rt in runtimes.values():
-        _played(rt, requests)  # compiles
-    for _, name in in_turns(_COSTS, options.repeats):
-        found[name].append(_played(runtimes[name], requests))
+
+    def play(name: str) -> Figures:
+        return answered(runtimes[name], requests.prompts, requests.params)[0]
+
+    take_turns(_COSTS, 1, play)  # compiles
+    found = take_turns(_COSTS, options.repeats, play)
     own, ordinary = ([run["tokens_per_s"] for run in found[name]] for name in reversed(_COSTS))
     return {
         **{name: summary(runs) for name, runs in found.items()},
         "throughput_share": ratio(own, ordinary),
     }
-
-
-def _played(rt: Runtime, requests: Requests) -> Figures:
-    rt.forget_kept_pages()
-    begin_s = time.perf_counter()
-    done = rt.generate(requests.prompts, requests.params, progress=False)
-    wall_s = time.perf_counter() - begin_s
-    num_tokens = sum(len(each.token_ids) for each in done)
-    return {"wall_s": wall_s, "output_tokens": num_tokens, "tokens_per_s": num_tokens / wall_s}
 
 
 def _first_difference(one: Completion, other: Completion) -> int:
@@ -240,38 +228,13 @@ def _is_whole(result: dict[str, Any]) -> bool:
     return not (result["num_different"] or any(each["num_different"] for each in scores))
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [{"way": way, **figures} for way, figures in result["ways"].items()],
-        ("way", "{way}"),
-        ("batches", "{num_batches:.0f}"),
-        ("pairs", "{num_pairs:.0f}"),
-        ("different", "{num_different:.0f}"),
-        ("preempted", "{num_preemptions:.0f}"),
-        ("pages restored", "{num_pages_in:.0f}"),
-        ("cached tokens", "{num_prefix_hit:.0f}"),
-    )
-    for name in ("scores", "processed_scores"):
-        scores = result[name]
-        print(
-            f"{name}: {scores['num_different']} of {scores['num_answers']} answers differ",
-            file=sys.stderr,
-        )
-    share = result["cost"]["throughput_share"]
-    print(f"throughput of the ordinary mode: {share['median']:.2f}", file=sys.stderr)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    workloads.add_arguments(parser)
-    parser.set_defaults(output_tokens=24)
-    parser.add_argument(
-        "--pairs", type=int, default=2000, help="pairs of batches of a request that are compared"
-    )
-    add_repeats(parser, "mode")
-    add_policy_options(parser, policies="auto", max_context=1024)
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+OPTIONS = (
+    *workloads.options(output_tokens=24),
+    option("--pairs", 2000, "pairs of batches of a request that are compared"),
+    repeats("mode"),
+    *policy_options("auto"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "invariance", is_whole=_is_whole)
 main = BENCHMARK.main
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.harness import Benchmark, option
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
@@ -62,13 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for whole, (_, sampled) in zip(trained, drawn, strict=True)
         ]
         found[mode] = differences(np.concatenate(gaps))
-    return {
-        "benchmark": "residual",
-        "arguments": arguments_of(options),
-        "repeats": 1,
-        "modes": found,
-        **environment.describe(),
-    }
+    return {"repeats": 1, "modes": found}
 
 
 def differences(gaps: Float64[np.ndarray, " tokens"]) -> dict[str, Any]:
@@ -144,30 +137,15 @@ def _trained(
         yield from np.asarray(logprobs(model.params, rows), np.float64)[: len(some)]
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [{"mode": mode, **figures} for mode, figures in result["modes"].items()],
-        ("mode", "{mode}"),
-        ("tokens", "{num_tokens}"),
-        ("other bits", "{num_different}"),
-        ("largest", "{largest:.1e}"),
-        ("mean", "{mean:.1e}"),
-        ("largest error of a ratio", "{largest_ratio_error:.1e}"),
-        ("KL", "{kl:.1e}"),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("workload").add_argument
-    add("--model", default="smollm2-135m", help="registered name, folder or GGUF file")
-    add("--modes", default=",".join(MODES), help="ways of serving")
-    add("--num-requests", type=int, default=16, help="answers in each mode")
-    add("--prompt-tokens", type=int, default=16, help="random tokens of each prompt")
-    add("--output-tokens", type=int, default=48, help="of each answer")
-    add("--seed", type=int, default=0, help="of prompts and answers")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("--model", "smollm2-135m", "registered name, folder or GGUF file"),
+    option("--modes", ",".join(MODES), "ways of serving"),
+    option("--num-requests", 16, "answers in each mode"),
+    option("--prompt-tokens", 16, "random tokens of each prompt"),
+    option("--output-tokens", 48, "of each answer"),
+    option("--seed", 0, "of prompts and answers"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "residual")
 main = BENCHMARK.main
 
 

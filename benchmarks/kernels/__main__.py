@@ -2,25 +2,23 @@
 
 Paged attention at named shapes: time, the share of the roofline, the error against float32, and
 JAX's other attention kernels. Writes into the cache and copies of pages: time, and the share of the
-copy bandwidth. Products with weights in few bits: time, and the share of the roofline. Tables on
-stderr, one JSON object on stdout; docs/benchmarks/gpu.md says what each figure means.
+copy bandwidth. Products with weights in few bits: time, and the share of the roofline.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, show
+from benchmarks.common.harness import Benchmark, Record, option, print_table
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_move, measure_product
@@ -48,17 +46,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
     dtype = jnp.dtype(options.dtype)
     page_dtype = jnp.dtype(options.kv_dtype or dtype)
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="kernels",
+    record = Record.of(
+        "kernels",
+        options,
         dtype=dtype.name,
         page_dtype=page_dtype.name,
         attention=options.attention,
         shapes=[],
         moves=[],
         products=[],
-        **environment.describe(),
     )
     machine = measure_gpu(dtype)
     record.result["machine"] = {
@@ -157,90 +153,49 @@ def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tup
     return _kv_bytes(shape, page_dtype) + 2 * queries * each * dtype.itemsize, 4 * pairs * each
 
 
+def _us(field: str = "seconds") -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[field] * 1e6:,.1f}" if field in row else ""
+
+
 def _print_table(result: dict[str, Any]) -> None:
     machine = result["machine"]
     title = (
         f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
         f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s"
     )
-    if result["shapes"]:
-        table = Table(
-            "attention",
-            "us",
-            "GB/s",
-            "TFLOP/s",
-            "of bound",
-            "error",
-            *(f"{name}, us" for name in peers_jax.PEERS),
-            title=title,
-            box=None,
-        )
-        for row in result["shapes"]:
-            peers = row.get("peers", {})
-            table.add_row(
-                *_common(row)[:3],
-                f"{row['flops_per_s'] / 1e12:.2f}",
-                _common(row)[3],
-                f"{row['error']:.1e}",
-                *(_peer_us(peers.get(name)) for name in peers_jax.PEERS),
-            )
-        show(table)
-    if result["moves"]:
-        table = Table("moves", "us", "GB/s", "of bound", "XLA, us", title=title, box=None)
-        for row in result["moves"]:
-            table.add_row(*_common(row), f"{row['xla_s'] * 1e6:,.1f}")
-        show(table)
-    if result["products"]:
-        table = Table(
-            "products",
-            "us",
-            "GB/s",
-            "of bound",
-            "TFLOP/s",
-            "error",
-            "XLA, us",
-            "dense, us",
-            title=title,
-            box=None,
-        )
-        for row in result["products"]:
-            table.add_row(
-                *_common(row),
-                f"{row['flops_per_s'] / 1e12:.1f}",
-                f"{row['error']:.1e}",
-                *(f"{row[name] * 1e6:,.1f}" for name in ("xla_s", "dense_s")),
-            )
-        show(table)
-
-
-def _peer_us(peer: dict[str, Any] | None) -> str:
-    return f"{peer['seconds'] * 1e6:,.1f}" if peer and "seconds" in peer else ""
-
-
-def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    return (
-        row["shape"],
-        f"{row['seconds'] * 1e6:,.1f}",
-        f"{row['bytes_per_s'] / 1e9:,.0f}",
-        f"{row['of_bound']:.0%}",
+    times = (
+        ("us", _us()),
+        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:,.0f}"),
+        ("of bound", "{of_bound:.0%}"),
     )
+    rates = (("TFLOP/s", lambda row: f"{row['flops_per_s'] / 1e12:.2f}"), ("error", "{error:.1e}"))
+    peers = (
+        (f"{name}, us", lambda row, name=name: _us()(row.get("peers", {}).get(name, {})))
+        for name in peers_jax.PEERS
+    )
+    columns = {
+        "shapes": (*times, *rates, *peers),
+        "moves": (*times, ("XLA, us", _us("xla_s"))),
+        "products": (*times, *rates, ("XLA, us", _us("xla_s")), ("dense, us", _us("dense_s"))),
+    }
+    for kind, own in columns.items():
+        if result[kind]:
+            print_table(result[kind], (kind, "{shape}"), *own, title=title)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+OPTIONS = (
+    option(
         "--shapes",
-        default="decode,prefill,mixed,write,copy,cell",
-        help=f"some of {', '.join((*SHAPES, *OTHERS))}, or names of shapes",
-    )
-    add("--leave-out", default="", help="shapes to leave out, likewise")
-    add("--dtype", default="bfloat16", help="of queries and pages")
-    add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
-    add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
-    add("--peers", action="store_true", help="also time JAX's other attention kernels, on a GPU")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+        "decode,prefill,mixed,write,copy,cell",
+        f"some of {', '.join((*SHAPES, *OTHERS))}, or names of shapes",
+    ),
+    option("--leave-out", "", "shapes to leave out, likewise"),
+    option("--dtype", "bfloat16", "of queries and pages"),
+    option("--kv-dtype", None, "of pages with scales: int8 or float8_e4m3fn"),
+    option("--attention", None, "by name, such as mosaic,triton; the platform's choice"),
+    option("--peers", False, "also time JAX's other attention kernels, on a GPU"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

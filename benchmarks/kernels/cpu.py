@@ -2,7 +2,7 @@
 
 Products with all weights of a model's layers, attention of all its layers, and the passes between
 them, each in one program, for steps of few and of many tokens. The cases take turns, so that other
-work on the machine slows all equally. Prints one JSON object, and a table on stderr.
+work on the machine slows all equally.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, show
+from benchmarks.common.harness import Benchmark, option, print_table, whole_numbers
 from benchmarks.common.roofline import Machine, measure_machine
 from pallas_kernels import (
     Rows,
@@ -53,7 +52,7 @@ Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     machine = measure_machine(jnp.float32)
-    counts = [int(rows) for rows in options.rows.split(",")]
+    counts = whole_numbers(options.rows, "--rows")
     cases: dict[str, Case] = {}
     for kind in PRODUCTS:
         weights = _weights(kind, options.layers)
@@ -74,15 +73,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if repeat > 0:  # the first one compiles
                 times[name].append(time.perf_counter() - begin_s)
     return {
-        "benchmark": "kernels.cpu",
         "layers": options.layers,
         "context": options.context,
-        "machine": {
-            "flops_per_s": machine.flops_per_s,
-            "bytes_per_s": machine.bytes_per_s,
-        },
+        "machine": asdict(machine),
         "cases": {name: _figures(times[name], cases[name][2], machine) for name in cases},
-        **environment.describe(),
     }
 
 
@@ -228,31 +222,29 @@ def _attention(rows: int, context: int, dtype: str, layers: int) -> Case:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    columns = ("ms", "least ms", "Gflop/s", "GB/s", "of roofline")
-    table = Table("case", *columns, box=None, header_style="bold")
-    for name, figures in result["cases"].items():
-        table.add_row(name, *(f"{value:.2f}" for value in figures.values()))
     rates = result["machine"]
-    table.add_row(
-        "the machine",
-        "",
-        "",
-        f"{rates['flops_per_s'] / 1e9:.0f}",
-        f"{rates['bytes_per_s'] / 1e9:.0f}",
-        "",
+    machine = {"gflop_per_s": rates["flops_per_s"] / 1e9, "gb_per_s": rates["bytes_per_s"] / 1e9}
+    print_table(
+        [
+            *({"case": name, **figures} for name, figures in result["cases"].items()),
+            {"case": "the machine", "ms": 0, "least_ms": 0, "of_roofline": 1, **machine},
+        ],
+        ("case", "{case}"),
+        ("ms", "{ms:.2f}"),
+        ("least ms", "{least_ms:.2f}"),
+        ("Gflop/s", "{gflop_per_s:.2f}"),
+        ("GB/s", "{gb_per_s:.2f}"),
+        ("of roofline", "{of_roofline:.2f}"),
     )
-    show(table)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rows", default="1,4,32,256", help="numbers of tokens of a step, separated by commas")
-    add("--context", type=int, default=172, help="keys that a query sees")
-    add("--layers", type=int, default=30, help="of the model")
-    add("--repeats", type=int, default=7, help="timed runs; rates are those of the fastest")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result)
+OPTIONS = (
+    option("--rows", "1,4,32,256", "numbers of tokens of a step, separated by commas"),
+    option("--context", 172, "keys that a query sees"),
+    option("--layers", 30, "of the model"),
+    option("--repeats", 7, "timed runs; rates are those of the fastest"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "kernels.cpu", show=show_result)
 main = BENCHMARK.main
 
 

@@ -1,7 +1,6 @@
 """PyTorch's attention kernels at the same shapes: `python -m benchmarks.kernels.peers --help`.
 
-A peer that is missing or fails is recorded with the reason. One JSON object on stdout, a table on
-stderr; docs/benchmarks/gpu.md says what each figure means.
+A peer that is missing or fails is recorded with the reason.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import platform
+import math
 import statistics
 import sys
 import time
@@ -19,14 +18,13 @@ from typing import Any, Protocol, final
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, reason, show
+from benchmarks.common.harness import Benchmark, Record, option, print_table, reason
 from benchmarks.kernels.timing import chosen, num_layers
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels.paged_attention.shapes import AttentionShape
@@ -492,15 +490,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     names = options.peers.split(",")
     if unknown := sorted(set(names) - set(PEERS)):
         raise InvalidConfigError(f"unknown peers {unknown}; give some of {tuple(PEERS)}")
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="kernel_peers",
-        dtype=options.dtype,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        versions={"python": platform.python_version(), **environment.versions(*PACKAGES)},
-        commit=environment.commit(),
-    )
+    about = {"dtype": options.dtype, **environment.describe_torch(device, *PACKAGES)}
+    record = Record.of("kernel_peers", options, **about)
     dtype = getattr(torch, options.dtype)
     for shape in tqdm(shapes, desc="timing peers", delay=2, leave=False):
         found: dict[str, Any] = {"shape": shape.name, "peers": {}}
@@ -546,26 +537,22 @@ def _timed(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table("attention, us", *PEERS, title=result["device"], box=None)
-    for row in result.get("shapes", ()):
-        cells = (row["peers"].get(name, {}) for name in PEERS)
-        table.add_row(
-            row["shape"],
-            *(f"{cell['seconds'] * 1e6:,.1f}" if "seconds" in cell else "" for cell in cells),
-        )
-    show(table)
+    def us(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['peers'].get(name, {}).get('seconds', math.nan) * 1e6:,.1f}"
+
+    columns = ((name, us(name)) for name in PEERS)
+    rows = result.get("shapes", ())
+    print_table(rows, ("attention, us", "{shape}"), *columns, title=result["device"])
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--shapes", default="decode,prefill,mixed", help="as for benchmarks.kernels")
-    add("--leave-out", default="", help="shapes to leave out, likewise")
-    add("--peers", default=",".join(PEERS), help="some of them")
-    add("--dtype", default="bfloat16", help="of queries and pages")
-    add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--shapes", "decode,prefill,mixed", "as for benchmarks.kernels"),
+    option("--leave-out", "", "shapes to leave out, likewise"),
+    option("--peers", ",".join(PEERS), "some of them"),
+    option("--dtype", "bfloat16", "of queries and pages"),
+    option("--device", None, "PyTorch's name; its GPU where it finds one"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

@@ -1,9 +1,7 @@
 """Attention over scattered pages: `python -m benchmarks.kernels.scattered --help`.
 
 Figure 3.17 of the Pensieve thesis: attention of several tokens a row over scattered pages, against
-copying the pages into one piece first, and against one token at a time. The ways take turns. A
-table on stderr, one JSON object on stdout; docs/benchmarks/conversations.md says what each figure
-means.
+copying the pages into one piece first, and against one token at a time. The ways take turns.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
-from benchmarks.common.repeats import Figures, in_turns, summary
+from benchmarks.common.harness import Benchmark, option, whole_numbers
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Rows, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
@@ -37,13 +34,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "queries of a row"
         )
     bar = tqdm(contexts, desc="timing attention", delay=2, leave=False)
-    return {
-        "benchmark": "scattered",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
-        "contexts": [{"context": context, **_measure(options, context)} for context in bar],
-        **environment.describe(),
-    }
+    return {"contexts": [{"context": context, **_measure(options, context)} for context in bar]}
 
 
 def _measure(options: argparse.Namespace, context: int) -> Figures:
@@ -109,28 +100,17 @@ WAYS: dict[str, Attend] = {
 }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def ms(way: str) -> Callable[[dict[str, Any]], str]:
-        return lambda point: f"{1e3 * point[way]:.2f}"
-
-    names = {way: way.removesuffix("_s").replace("_", " ") for way in WAYS}
-    columns = ((f"{name}, ms", ms(way)) for way, name in names.items())
-    print_table(result["contexts"], ("context", "{context}"), *columns)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--batch", type=int, default=32, help="rows")
-    add("--queries", type=int, default=8, help="of each row, at the end of its context")
-    add("--contexts", default="128,256,512,1024,2048,4096", help="tokens of a row")
-    add("--heads", type=int, default=9, help="of queries")
-    add("--kv-heads", type=int, default=3, help="of keys and values")
-    add("--head-dim", type=int, default=64, help="of a head")
-    add("--page-size", type=int, default=32, help="tokens of a page")
-    add("--repeats", type=int, default=9, help="calls of every way, in turns")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("--batch", 32, "rows"),
+    option("--queries", 8, "of each row, at the end of its context"),
+    option("--contexts", "128,256,512,1024,2048,4096", "tokens of a row"),
+    option("--heads", 9, "of queries"),
+    option("--kv-heads", 3, "of keys and values"),
+    option("--head-dim", 64, "of a head"),
+    option("--page-size", 32, "tokens of a page"),
+    repeats("way", 9),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "scattered")
 main = BENCHMARK.main
 
 

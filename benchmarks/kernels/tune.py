@@ -2,8 +2,7 @@
 
 Each size in turn takes every one of its values while the other sizes stay, and keeps the fastest; a
 value that does not compile is skipped. The result is compared with float32 and then written to
-`pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read. A table on stderr, one
-JSON object on stdout.
+`pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, reason, show
+from benchmarks.common.harness import Benchmark, Record, option, print_table, reason
 from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -78,15 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError("tiles are tuned on the GPU that they are for; there is none here")
     heads = dict(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, page_size=32)
     start = entry_for(device=device.device_kind, group=group, head_dim=head_dim, kind=options.kind)
-    record = Record(
-        options.output,
-        options.budget,
-        benchmark="tune",
-        kind=options.kind,
-        heads=options.heads,
-        tried=[],
-        **environment.describe(),
-    )
+    record = Record.of("tune", options, kind=options.kind, heads=options.heads, tried=[])
 
     def tiling(entry: Entry) -> Any:
         return tiling_of(entry, num_cores=cores_of(device), kv_heads=kv_heads, group=group)
@@ -225,30 +215,24 @@ def _heads_from(text: str) -> tuple[int, int, int]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table("tried", "us", "score", title=f"{result['kind']}, {result['heads']}", box=None)
-    for row in result["tried"]:
-        times = ", ".join(f"{each * 1e6:,.1f}" for each in row.get("seconds", ()))
-        table.add_row(
-            f"{row['place']}={row['value']}",
-            times or row.get("reason", ""),
-            f"{row['score']:.3f}" if "score" in row else "",
-        )
-    show(table)
+    def times(row: dict[str, Any]) -> str:
+        return ", ".join(f"{each * 1e6:,.1f}" for each in row.get("seconds", ()))
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--kind",
-        default="triton",
-        choices=("triton", "mosaic"),
-        help="the kernels whose tiles are tuned",
+    print_table(
+        result["tried"],
+        ("tried", "{place}={value}"),
+        ("us", lambda row: times(row) or row.get("reason", "")),
+        ("score", lambda row: f"{row['score']:.3f}" if "score" in row else ""),
+        title="{kind}, {heads}".format_map(result),
     )
-    add("--heads", default="8x4x128", help="KV heads, query heads for each, and their size")
-    add("--table", type=Path, default=TUNED, help="the file to write")
 
 
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+OPTIONS = (
+    option("--kind", "triton", "the kernels whose tiles are tuned", choices=("triton", "mosaic")),
+    option("--heads", "8x4x128", "KV heads, query heads for each, and their size"),
+    option("--table", TUNED, "the file to write", Path),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
 main = BENCHMARK.main
 
 

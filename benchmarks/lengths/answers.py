@@ -1,8 +1,7 @@
 """A model's own answers to ShareGPT's questions: `python -m benchmarks.lengths.answers --help`.
 
 A length predictor of this model learns from them. The file has the position of each question and
-the length of its answer, not the texts; stdout has one JSON object. docs/benchmarks/lengths.md says
-what each figure means.
+the length of its answer, not the texts.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of
+from benchmarks.common.harness import Benchmark, option
 from jaxserve.core.metrics import spread
 from jaxserve.workload.answers import Question, questions
 
@@ -64,14 +62,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 print(json.dumps(line), file=tokens_file, flush=True)
         wall_s = time.perf_counter() - begin_s
         return {
-            "benchmark": "answers",
-            "arguments": arguments_of(options),
             "num_answers": len(lengths),
             "share_at_the_limit": reasons.count("length") / len(reasons),
             "output_length": spread(lengths),
             "output_tokens_per_s": sum(lengths) / wall_s,
             "wall_s": wall_s,
-            **environment.describe(),
         }
 
 
@@ -118,21 +113,19 @@ def _answers(
         yield question, one.result()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--lengths", type=Path, required=True, help="JSON lines of ids and lengths, written here")
-    add("--tokens", type=Path, default=None, help="also write prompts' and answers' tokens here")
-    add("--num-prompts", type=int, default=1500, help="questions drawn")
-    add("--max-prompt-tokens", type=int, default=128, help="longer questions are left out")
-    add("--max-tokens", type=int, default=256, help="of an answer")
-    add("--temperature", type=float, default=0.7, help="0 is greedy")
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--max-slots", type=int, default=None, help="most answers at once")
-    add("--max-context", type=int, default=512, help="most tokens of prompt and answer")
-    add("--seed", type=int, default=0, help="of the draw; answer i is sampled with seed i")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options)
+OPTIONS = (
+    option("--lengths", None, "JSON lines of ids and lengths, written here", Path, required=True),
+    option("--tokens", None, "also write prompts' and answers' tokens here", Path),
+    option("--num-prompts", 1500, "questions drawn"),
+    option("--max-prompt-tokens", 128, "longer questions are left out"),
+    option("--max-tokens", 256, "of an answer"),
+    option("--temperature", 0.7, "0 is greedy"),
+    option("--model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("--max-slots", None, "most answers at once", int),
+    option("--max-context", 512, "most tokens of prompt and answer"),
+    option("--seed", 0, "of the draw; answer i is sampled with seed i"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "answers")
 main = BENCHMARK.main
 
 

@@ -2,8 +2,7 @@
 
 A probe is trained on some of a model's own answers and tested on the rest, against survival alone,
 of all answers and of an encoder's predictions. Then decode loops with and without it are timed in
-turns. Tables on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says what each figure
-means.
+turns.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, show
+from benchmarks.common.harness import Benchmark, of_options, option
 from benchmarks.common.policies import load_predictor
 from benchmarks.common.timing import full_step_s
 from jaxserve.cli.probe import ELAPSED, ProbeSettings, TrainedProbe, train_probe_on
@@ -38,21 +35,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from predictor.probe_training import compare_remaining
 
     predictor = load_predictor(options)
-    settings = ProbeSettings(
+    settings = of_options(
+        ProbeSettings,
+        options,
         data=str(options.answers),
-        model=options.model,
-        load=options.load,
-        layer=options.layer,
-        interval=options.interval,
-        hidden_size=options.hidden_size,
-        max_length=options.max_length,
-        buckets=options.buckets,
-        num_buckets=options.num_buckets,
-        max_answers=options.max_answers,
-        held_out=options.held_out,
-        epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
+        batch_size=ProbeSettings.batch_size,  # the option is of the decode loops
     )
     begin_s = time.perf_counter()
     done = train_probe_on(settings, progress=True)
@@ -68,7 +55,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     test, refinement = done.readings[2], done.probe.refinement
     figures = compare_remaining(done.probe, test, ELAPSED, predicted)
     return {
-        "benchmark": "probe",
         "settings": {**asdict(settings), "data": Path(settings.data).name},
         "predictor": None if options.predictor is None else Path(options.predictor).name,
         "layer": done.probe.layer,
@@ -83,7 +69,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "training_s": training_s,
         "figures": [vars(each) for each in figures],
         "cost": _cost(done, options),
-        **environment.describe(),
     }
 
 
@@ -149,70 +134,35 @@ def _decode(rt: Runtime, size: int, num_tokens: int) -> None:
 def _refinement_s(refinement: Refinement, size: int) -> float:
     beliefs = refinement.first(None, size)
     passed, logits = np.full(size, refinement.interval), np.zeros((size, refinement.buckets.num))
-    return _mean_s(lambda: refinement.refined(beliefs, passed, logits))
-
-
-def _mean_s(call: Callable[[], object]) -> float:
     begin_s = time.perf_counter()
     for _ in range(_CALLS):
-        call()
+        refinement.refined(beliefs, passed, logits)
     return (time.perf_counter() - begin_s) / _CALLS
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    from jaxserve.cli.probe import table_of
-
-    num, cost = result["num_answers"], result["cost"]
-    table = table_of(result["figures"])
-    table.title = (
-        f"{num['test']} answers of {result['mean_length']:.0f} tokens on average; probe behind "
-        f"layer {result['layer']}, trained on {num['learned']} in {result['training_s']:.0f} s"
-    )
-    show(table)
-    print(
-        f"an iteration of {cost['batch_size']} rows takes {cost['iteration_us_without']:.0f} us, "
-        f"with the probe {cost['iteration_us_with']:.0f} us ({cost['slower_by']:+.1%}); the host "
-        f"{cost['host_us_a_refinement']:.0f} us every {result['settings']['interval']} tokens",
-        file=sys.stderr,
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add, given = parser.add_argument, ProbeSettings
-    add(
-        "--answers",
-        type=Path,
-        required=True,
-        help="a file written by --record, with the tokens of answers",
-    )
-    add("--model", default="smollm2-135m", help="the model that gave them")
-    add("--load", default=given.load, help="random for random weights")
-    add("--predictor", default=None, help="folder of a trained predictor, to compare and refine")
-    add("--max-answers", type=int, default=None, help="the first of the file; all by default")
-    add(
-        "--held-out",
-        type=float,
-        default=given.held_out,
-        help="share to calibrate on, and as much to test on",
-    )
-    add(
-        "--layer", type=int, default=None, help="layers before the reading; half of them by default"
-    )
-    add("--interval", type=int, default=given.interval, help="tokens between readings")
-    add("--hidden-size", type=int, default=given.hidden_size, help="of the head; 0 for linear")
-    add("--max-length", type=int, default=given.max_length, help="longest remaining length")
-    add("--buckets", default=given.buckets, help="of remaining length: log, equal or quantile")
-    add("--num-buckets", type=int, default=given.num_buckets, help="how many")
-    add("--epochs", type=int, default=given.epochs, help="at most; training stops early")
-    add("--learning-rate", type=float, default=given.learning_rate, help="the highest")
-    add("--seed", type=int, default=given.seed, help="of split and training")
-    add("--batch-size", type=int, default=32, help="sequences that decode at once, for the cost")
-    add("--tokens", type=int, default=64, help="of each of them")
-    add("--rounds", type=int, default=5, help="runs with and without the probe, in turns")
-    add("--save", type=Path, default=None, help="save the trained probe in this folder")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+_GIVEN = ProbeSettings
+OPTIONS = (
+    option("--answers", None, "a file of --record, with tokens of answers", Path, required=True),
+    option("--model", "smollm2-135m", "the model that gave them"),
+    option("--load", _GIVEN.load, "random for random weights"),
+    option("--predictor", None, "folder of a trained predictor, to compare and refine"),
+    option("--max-answers", None, "the first of the file; all by default", int),
+    option("--held-out", _GIVEN.held_out, "share to calibrate on, and as much to test on"),
+    option("--layer", None, "layers before the reading; half of them by default", int),
+    option("--interval", _GIVEN.interval, "tokens between readings"),
+    option("--hidden-size", _GIVEN.hidden_size, "of the head; 0 for linear"),
+    option("--max-length", _GIVEN.max_length, "longest remaining length"),
+    option("--buckets", _GIVEN.buckets, "of remaining length: log, equal or quantile"),
+    option("--num-buckets", _GIVEN.num_buckets, "how many"),
+    option("--epochs", _GIVEN.epochs, "at most; training stops early"),
+    option("--learning-rate", _GIVEN.learning_rate, "the highest"),
+    option("--seed", _GIVEN.seed, "of split and training"),
+    option("--batch-size", 32, "sequences that decode at once, for the cost"),
+    option("--tokens", 64, "of each of them"),
+    option("--rounds", 5, "runs with and without the probe, in turns"),
+    option("--save", None, "save the trained probe in this folder", Path),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "probe")
 main = BENCHMARK.main
 
 

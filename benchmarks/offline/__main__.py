@@ -1,7 +1,6 @@
 """Throughput of requests that arrive all at once: `python -m benchmarks.offline --help`.
 
-Prints one JSON object. Answers have exactly the workload's lengths, which the scheduler does not
-know; docs/benchmarks/serving.md says what each figure means.
+Answers have exactly the workload's lengths, which the scheduler does not know.
 """
 
 from __future__ import annotations
@@ -10,22 +9,21 @@ import argparse
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import environment
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import Benchmark
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
-from benchmarks.common.roofline import Bound, bound, measure_machine
+from benchmarks.common.harness import Benchmark, option, print_table
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.roofline import bound, measure_machine
 from benchmarks.common.timing import full_step_s, seconds
-from benchmarks.offline.peers.compare import add_arguments, any_failed, peers_of, run_peers
+from benchmarks.figures.tables import show_result
+from benchmarks.offline.peers.compare import OPTIONS as PEER_OPTIONS
+from benchmarks.offline.peers.compare import any_failed, peers_of, run_peers
 from benchmarks.startup.starts import start_times
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
@@ -49,28 +47,7 @@ _PARTS = {
 }
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class DecodeStep:
-    """Seconds of one decode iteration: its median in the run, and its parts alone.
-
-    `other_s` is the rest: norms, rotary embedding, activations, calls.
-    """
-
-    step_s: float
-    products_s: float
-    attention_s: float
-    sampling_s: float
-
-    @property
-    def other_s(self) -> float:
-        return self.step_s - self.products_s - self.attention_s - self.sampling_s
-
-    def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "other_s": self.other_s}
-
-
-def timed_step(
+def step_parts(
     config: LlamaConfig,
     engine: EngineConfig,
     dtype: jax.typing.DTypeLike,
@@ -78,28 +55,18 @@ def timed_step(
     step_s: float,
     batch_size: int,
     context: int,
-) -> DecodeStep:
-    """Time each part, with random weights and its own cache."""
-    return DecodeStep(
-        step_s=step_s,
-        products_s=_products_s(config, dtype, batch_size),
-        attention_s=_attention_s(config, engine, dtype, batch_size, context),
-        sampling_s=_sampling_s(config, engine, batch_size),
-    )
+) -> dict[str, float]:
+    """Return the seconds of one decode iteration: in the run, its parts alone, and the rest.
 
-
-def print_step(step: DecodeStep, bound: Bound) -> None:
-    """Print the parts, their shares and the bound on stderr."""
-    console = Console(stderr=True)
-    console.print(f"one decode step, {bound.batch_size} sequences of {bound.context:.0f} tokens")
-    table = Table("", "ms", "share", box=None)
-    for name, text in _PARTS.items():
-        part_s = getattr(step, name)
-        table.add_row(text, f"{part_s * 1e3:.1f}", f"{part_s / step.step_s:.0%}")
-    table.add_row("the step in the run", f"{step.step_s * 1e3:.1f}", "100%", style="bold")
-    bound_s = bound.decode_step_s
-    table.add_row("bound of the machine", f"{bound_s * 1e3:.1f}", f"{bound_s / step.step_s:.0%}")
-    console.print(table)
+    Parts have random weights and a cache of their own. `other_s` is the rest: norms, rotary
+    embedding, activations, calls.
+    """
+    parts = {
+        "products_s": _products_s(config, dtype, batch_size),
+        "attention_s": _attention_s(config, engine, dtype, batch_size, context),
+        "sampling_s": _sampling_s(config, engine, batch_size),
+    }
+    return {"step_s": step_s, **parts, "other_s": step_s - sum(parts.values())}
 
 
 def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: int) -> float:
@@ -216,7 +183,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     dtype = options.dtype or platform_defaults().dtype
     figures = summary(runs)
     return {
-        "benchmark": "offline",
         "workload": options.workload,
         "num_requests": options.num_requests,
         "seed": options.seed,
@@ -225,14 +191,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "quantize": options.quantize,
         "policy": options.policy,
         "settings": settings,
-        "repeats": options.repeats,
         **figures,
         "peak_host_bytes": peak_host_bytes,
         "startup_s": ready_s,
         "startup": starts,
         **_compared_with_bound(config, engine, report, dtype, figures),
         "compare": run_peers(options, peers, items, batch_size=engine.max_slots, settings=settings),
-        **environment.describe(),
     }
 
 
@@ -279,7 +243,7 @@ def _compared_with_bound(
     )
     parts = None
     if step_s := full_step_s(report.steps, batch_size):
-        parts = timed_step(
+        parts = step_parts(
             config,
             engine,
             dtype,
@@ -287,7 +251,6 @@ def _compared_with_bound(
             batch_size=batch_size,
             context=round(context),
         )
-        print_step(parts, roof)
     return {
         "machine": asdict(machine),
         "bound": {
@@ -295,7 +258,7 @@ def _compared_with_bound(
             "output_tokens_per_s": num_output / roof.run_s,
             "reached": roof.run_s / figures["wall_s"],
         },
-        "decode_step": parts and parts.to_dict(),
+        "decode_step": parts,
     }
 
 
@@ -329,35 +292,48 @@ def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="sharegpt", help="what is asked")
-    add("--num-requests", type=int, default=64, help="how many, all at once")
-    add("--seed", type=int, default=0, help="of the workload's draw")
-    add("--max-prompt-tokens", type=int, default=512, help="sharegpt: longer prompts are left out")
-    add("--max-output-tokens", type=int, default=256, help="sharegpt: longer answers are cut")
-    add("--prompt-tokens", type=int, default=64, help="random: of each prompt")
-    add("--output-tokens", type=int, default=64, help="random: of each answer")
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--policy", default="auto", help="scheduling preset")
-    add("--load", default=None, help="random for random weights")
-    add("--dtype", default=None, help="of weights and cache")
-    add("--quantize", default=None, help="weights in few bits: int8, int4, or keep a GGUF's blocks")
-    add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
-    add(
-        "--kv-dtype",
-        default=None,
-        help="of keys and values, if not --dtype's: int8 or float8_e4m3fn",
-    )
-    add("--max-slots", type=int, default=None, help="most sequences at once")
-    add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
-    add("--max-step-tokens", type=int, default=None, help="most tokens of one step")
-    add("--cold", action="store_true", help="also time a cold and a warm start in new processes")
-    add_repeats(parser, "engine")
-    add_arguments(parser)
+def _show(result: dict[str, Any]) -> None:
+    show_result(result)
+    if step := result["decode_step"]:
+        bound = result["bound"]
+        rows = {
+            **{text: step[name] for name, text in _PARTS.items()},
+            "the step in the run": step["step_s"],
+            "bound of the machine": bound["decode_step_s"],
+        }
+        batch = f"{bound['batch_size']} sequences of {bound['context']:.0f} tokens"
+        print_table(
+            [{"part": name, "s": each, "of": each / step["step_s"]} for name, each in rows.items()],
+            ("part", "{part}"),
+            ("ms", lambda row: f"{1e3 * row['s']:.1f}"),
+            ("share", "{of:.0%}"),
+            title=f"one decode step, {batch}",
+        )
 
 
-BENCHMARK = Benchmark(__doc__, run, add_options, is_whole=_is_whole)
+OPTIONS = (
+    option("--workload", "sharegpt", "what is asked", choices=WORKLOADS),
+    option("--num-requests", 64, "how many, all at once"),
+    option("--seed", 0, "of the workload's draw"),
+    option("--max-prompt-tokens", 512, "sharegpt: longer prompts are left out"),
+    option("--max-output-tokens", 256, "sharegpt: longer answers are cut"),
+    option("--prompt-tokens", 64, "random: of each prompt"),
+    option("--output-tokens", 64, "random: of each answer"),
+    option("--model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("--policy", "auto", "scheduling preset"),
+    option("--load", None, "random for random weights"),
+    option("--dtype", None, "of weights and cache"),
+    option("--quantize", None, "weights in few bits: int8, int4, or keep a GGUF's blocks"),
+    option("--kv-memory", None, 'size of the page pool, e.g. "1GiB"'),
+    option("--kv-dtype", None, "of keys and values, if not --dtype's: int8 or float8_e4m3fn"),
+    option("--max-slots", None, "most sequences at once", int),
+    option("--max-context", 1024, "most tokens of prompt and answer"),
+    option("--max-step-tokens", None, "most tokens of one step", int),
+    option("--cold", False, "also time a cold and a warm start in new processes"),
+    repeats("engine"),
+    *PEER_OPTIONS,
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "offline", show=_show, is_whole=_is_whole)
 main = BENCHMARK.main
 
 

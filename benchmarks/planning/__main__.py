@@ -17,11 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common import environment
 from benchmarks.common.environment import ROOT
-from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.policies import parse_policies
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.planning import host_time
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.presets import PRESETS
@@ -49,14 +48,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for _, name in tqdm(turns, desc="planning", unit="run", leave=False, delay=2):
         runs[name].append(_points(job, checkouts[name]))
     return {
-        "benchmark": "planning",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "points": {
             name: [summary(points) for points in zip(*own, strict=True)]
             for name, own in runs.items()
-        },
-        **environment.describe(),
+        }
     }
 
 
@@ -72,41 +67,16 @@ def _points(job: dict[str, Any], checkout: Path) -> list[Figures]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    columns = [("planning_ms", share) for share in ("p50", "p99", "max")]
-    columns += [("host_ms", "p50"), ("host_ms", "p99"), ("host_cpu_ms", "p50")]
-    checkouts = result["points"]
-    print_table(
-        [
-            {"checkout": checkout, **point}
-            for same in zip(*checkouts.values(), strict=True)
-            for checkout, point in zip(checkouts, same, strict=True)
-        ],
-        ("policy", "{policy}"),
-        ("slots", "{max_slots}"),
-        ("waiting", "{num_waiting}"),
-        ("context", "{max_context}"),
-        ("checkout", "{checkout}"),
-        *(
-            (f"{kind.removesuffix('_ms').replace('_', ' ')} {share}", f"{{{kind}[{share}]:.2f}}")
-            for kind, share in columns
-        ),
-        title="ms a step",
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--policies", default=",".join(PRESETS), help="presets, separated by commas")
-    add("--slots", default="8,64,512", help="sequences that run at once")
-    add("--waiting", default="100,1000,10000", help="requests that wait")
-    add("--contexts", default="1024,1000000", help="longest contexts; over 1024, some prompts too")
-    add("--steps", type=int, default=300, help="that are timed, of each combination")
-    add("--against", type=Path, default=None, help="another checkout, measured in turns")
-    add_repeats(parser, "checkout")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("--policies", ",".join(PRESETS), "presets, separated by commas"),
+    option("--slots", "8,64,512", "sequences that run at once"),
+    option("--waiting", "100,1000,10000", "requests that wait"),
+    option("--contexts", "1024,1000000", "longest contexts; over 1024, some prompts too"),
+    option("--steps", 300, "that are timed, of each combination"),
+    option("--against", None, "another checkout, measured in turns", Path),
+    repeats("checkout"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "planning")
 main = BENCHMARK.main
 
 

@@ -16,19 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, show
+from benchmarks.common import workloads
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
-    add_policy_options,
     parse_policies,
+    policy_options,
     predictions_of,
 )
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.serving import Runtimes, measure
-from benchmarks.common.workloads import ARRIVALS, add_arguments, arriving_items
 from jaxserve.core.metrics import summarise
 
 if TYPE_CHECKING:
@@ -73,13 +70,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         {"policy": name, **summary(own)} for name, own in runs.items()
     ]
     return {
-        "benchmark": "simulate",
-        "arguments": arguments_of(options),
-        "repeats": options.repeats,
         "policies": summaries,
         "worst_error": max(abs(each["error"][name]) for each in summaries for name in JUDGED),
         "step_times": {k: v for k, v in asdict(times).items() if k != "origin"},
-        **environment.describe(),
     }
 
 
@@ -97,7 +90,7 @@ def _play(
     times: StepTimes,
     label: str,
 ) -> Figures:
-    items = arriving_items(options, rt)
+    items = workloads.arriving_items(options, rt)
     measured, _ = measure(rt, items, label=label)
     predictions = predictions_of(predictor, items, rt.tokenizer)
     predicted = _predict(items, policy, rt.config, times, predictions)
@@ -126,31 +119,15 @@ def _predict(
     }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print("medians: measured, predicted, and the error of the prediction", file=sys.stderr)
-    names = [name.removesuffix("_s").replace("_", " ") for name in FIGURES]
-    table = Table("policy", *names, box=None, header_style="bold")
-    for each in result["policies"]:
-        cells = (
-            f"{of(each['measured']):7.4g} {of(each['predicted']):7.4g} {each['error'][name]:+6.1%}"
-            for name, of in FIGURES.items()
-        )
-        table.add_row(each["policy"], *cells)
-    show(table)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
-    parser.add_argument("--arrivals", default=None, help=ARRIVALS)
-    add_repeats(parser, "policy")
-    add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=1024)
-    add = parser.add_argument_group("step times").add_argument
-    text = "a file of step times of this machine; without it they are measured in each round"
-    add("--step-times", type=Path, default=None, help=text)
-    add("--save-step-times", type=Path, default=None, help="write those of the last round here")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    *workloads.options(),
+    option("--arrivals", None, workloads.ARRIVALS),
+    repeats("policy"),
+    *policy_options(REQUEST_LEVEL_AND_ITERATION_LEVEL),
+    option("--step-times", None, "step times of this machine; measured in each round if not", Path),
+    option("--save-step-times", None, "write those of the last round here", Path),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "simulate")
 main = BENCHMARK.main
 
 

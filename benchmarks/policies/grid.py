@@ -2,22 +2,21 @@
 
 Every policy serves the same requests, all at once, with the scheduler that serves on a device and
 the step times of a roofline. The run takes minutes on any machine, and gives the same figures on
-each. A table on stderr, one JSON object on stdout.
+each.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
@@ -71,12 +70,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "latency_p99": row["latency_s"]["p99"] / other["latency_s"]["p99"],
             }
     return {
-        "benchmark": "policies_grid",
-        "arguments": arguments_of(options),
         "pools": POOLS,
         "baseline": BASELINE,
         "rows": rows,
-        **environment.describe(),
     }
 
 
@@ -168,32 +164,15 @@ def _predictions(
     return predictions
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def over(figure: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row.get('over_baseline', {}).get(figure, float('nan')):.3f}"
-
-    print_table(
-        result["rows"],
-        *((name, f"{{{name}}}") for name in ("workload", "pool", "policy", "predictor")),
-        ("tokens/s", "{output_tokens_per_s:.0f}"),
-        (f"of {BASELINE}", over("output_tokens_per_s")),
-        ("p99 s", "{latency_s[p99]:.2f}"),
-        (f"of {BASELINE}", over("latency_p99")),
-        ("preempted", "{engine[num_preemptions]}"),
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--policies", default=POLICIES, help="separated by commas")
-    add("--workloads", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
-    add("--num-requests", type=int, default=256, help="that arrive all at once")
-    add("--max-slots", type=int, default=64, help="most sequences at once")
-    add("--no-host", action="store_true", help="no host memory: preempted KV is computed anew")
-    add("--seed", type=int, default=0, help="of the draws")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+OPTIONS = (
+    option("--policies", POLICIES, "separated by commas"),
+    option("--workloads", "sharegpt,S,T,G,C1,C2", "separated by commas"),
+    option("--num-requests", 256, "that arrive all at once"),
+    option("--max-slots", 64, "most sequences at once"),
+    option("--no-host", False, "no host memory: preempted KV is computed anew"),
+    option("--seed", 0, "of the draws"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "policies_grid")
 main = BENCHMARK.main
 
 

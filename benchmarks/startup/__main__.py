@@ -11,9 +11,8 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark
-from benchmarks.common.repeats import add_repeats, in_turns, summary
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.repeats import in_turns, repeats, summary
 from benchmarks.startup.starts import cold_cache, start
 
 
@@ -27,12 +26,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             runs["filling"].append(start(options.model, filling, folder))
             runs["warm"].append(start(options.model, options.settings, folder))
     return {
-        "benchmark": "startup",
         "model": options.model,
         "settings": options.settings,
-        "repeats": options.repeats,
         **{kind: _figures(of_kind) for kind, of_kind in runs.items()},
-        **environment.describe(),
     }
 
 
@@ -42,14 +38,12 @@ def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**summary(numbers), "executables": executables}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("settings", nargs="?", type=json.loads, default={}, help="JSON of further settings")
-    add_repeats(parser, "kind of start")
-
-
-BENCHMARK = Benchmark(__doc__, run, add_options)
+OPTIONS = (
+    option("model", "smollm2-135m", "a name, folder or GGUF file"),
+    option("settings", {}, "JSON of further settings", json.loads),
+    repeats("kind of start"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "startup")
 main = BENCHMARK.main
 
 

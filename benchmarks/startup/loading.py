@@ -1,9 +1,7 @@
 """Peak host memory of loading a checkpoint: `python -m benchmarks.startup.loading --help`.
 
-Writes a random checkpoint in shards into a temporary folder, loads it in new processes, and prints
-one JSON object; docs/benchmarks/startup.md says what each figure means.
-
-Each process is `python -m benchmarks.startup.loading --load FOLDER`.
+Writes a random checkpoint in shards into a temporary folder, and loads it in new processes. Run it
+alone.
 """
 
 from __future__ import annotations
@@ -25,19 +23,16 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.common.harness import command
-from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.shapes import SIZES
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes
 from jaxserve.execution.memory_plan import available_host_bytes
 
 # Llama's architecture: Llama 2 7B, TinyLlama 1.1B, and a small one of many layers for tests.
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
-)
 SHAPES: dict[str, dict[str, int]] = {
-    name: dict(zip(_SIZES, sizes, strict=True))
+    name: dict(zip(SIZES, sizes, strict=True))
     for name, sizes in {
         "7b": (4096, 11008, 32, 32, 32, 32000),
         "1b": (2048, 5632, 22, 32, 4, 32000),
@@ -50,27 +45,9 @@ _ROOM = 1.25
 _SAMPLE_S = 0.01
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
-    if options.load is not None:
-        print(json.dumps(_load(options.load, options.dtype)))
-        return 0
-    return command(run, options)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Write a checkpoint, load it, and return the figures."""
-    from benchmarks.common import environment
-
     figures = measure(options.shape, options.dtype, options.folder, repeats=options.repeats)
-    return {
-        "benchmark": "loading",
-        "shape": options.shape,
-        "dtype": options.dtype,
-        "repeats": options.repeats,
-        **figures,
-        **environment.describe(),
-    }
+    return {"shape": options.shape, "dtype": options.dtype, **figures}
 
 
 def measure(
@@ -102,12 +79,9 @@ def measure(
 
 
 def _load_in_process(folder: str, dtype: str) -> Figures:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.startup.loading", "--load", folder, "--dtype", dtype],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    program = "from benchmarks.startup.loading import load; load()"
+    command = [sys.executable, "-c", program, folder, dtype]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -188,12 +162,13 @@ def _check_room(sizes: dict[str, int], dtype: str, folder: Path) -> None:
 # ---- the process that loads ----
 
 
-def _load(folder: Path, dtype: str) -> dict[str, Any]:
-    """Load a checkpoint; return the memory of this process before, and at its peak."""
+def load() -> None:
+    """Load a checkpoint; print the memory of this process before, and at its peak, as JSON."""
     import jax
 
     from jaxserve.models.store import load_model
 
+    folder, dtype = sys.argv[1:]
     jax.devices()
     before_bytes = _status_bytes("VmRSS")
     with _PeakOf("RssAnon") as anonymous:
@@ -201,13 +176,14 @@ def _load(folder: Path, dtype: str) -> dict[str, Any]:
         loaded = load_model(folder, dtype=dtype, progress=False)
         jax.block_until_ready(loaded.params)
         load_s = time.perf_counter() - begin_s
-    return {
+    figures = {
         "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params)),
         "before_bytes": before_bytes,
         "peak_host_bytes": _status_bytes("VmHWM"),
         "peak_anonymous_bytes": anonymous.peak_bytes,
         "load_s": load_s,
     }
+    print(json.dumps(figures))
 
 
 @final
@@ -243,26 +219,14 @@ def _status_bytes(field: str) -> int:
     raise KeyError(field)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.startup.loading",
-        description="Write a random checkpoint, load it in a new process, and print the peak "
-        "memory beside the checkpoint's size as one JSON object. Run it alone.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="7b", help="of the model")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint and in memory")
-    add(
-        "--folder",
-        type=Path,
-        default=None,
-        help="to write under; the system's temporary folder by default",
-    )
-    add_repeats(parser, "load")
-    add("--output", type=Path, default=None, help="also write the result here")
-    add("--load", type=Path, default=None, help=argparse.SUPPRESS)
-    return parser
+OPTIONS = (
+    option("--shape", "7b", "of the model", choices=SHAPES),
+    option("--dtype", "bfloat16", "of the checkpoint and in memory", choices=DTYPES),
+    option("--folder", None, "to write under, if not the system's temporary folder", Path),
+    repeats("load"),
+)
+BENCHMARK = Benchmark(__doc__, run, OPTIONS, "loading")
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -69,4 +69,5 @@ def test_commands_that_documents_name_are_there():
     for path in [*pages, *sources]:
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", text):
-            assert name in COMMANDS, f"{path.relative_to(ROOT)} names {name}"
+            is_example = path.name == "adding_a_benchmark.md"
+            assert name in COMMANDS or is_example, f"{path.relative_to(ROOT)} names {name}"

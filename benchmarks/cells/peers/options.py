@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.cells.applications import CellRequest, Sizes
 from benchmarks.cells.models import random_weights
 from benchmarks.cells.playing import Served, figures_of
-from benchmarks.common.harness import Record
+from benchmarks.common.harness import Record, option
 from benchmarks.common.processes import PeerError, run
 from benchmarks.common.repeats import in_turns, summary
 from benchmarks.offline.peers.compare import Environment
@@ -66,18 +66,11 @@ PEERS = {
 GROUPS = {"torch": ("torch_packed", "torch_padded")}
 
 
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Add `--compare`, `--compare-requests` and `--unfolded`."""
-    add = parser.add_argument_group("other systems").add_argument
-    known = ", ".join([*GROUPS, *PEERS])
-    add("--compare", default=None, help=f"with commas: {known}")
-    add("--compare-requests", type=int, default=500, help="of each run")
-    add(
-        "--unfolded",
-        action="store_true",
-        help="ours multiplies embeddings with weights for every token, as the others do, and not "
-        "once when it loads",
-    )
+OPTIONS = (
+    option("--compare", None, f"with commas: {', '.join([*GROUPS, *PEERS])}"),
+    option("--compare-requests", 500, "of each run"),
+    option("--unfolded", False, "ours multiplies embeddings with weights for every token, too"),
+)
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:

@@ -1,17 +1,43 @@
-"""The measurements of every engine; scripts in their own environments import it."""
+"""The frame of every engine's script; scripts in their own environments import it."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+# Returns the tokens of requests that are submitted at once.
+Answers = Callable[[list[dict]], list[list[int]]]
 
-def timed(answers: Callable[[list[dict]], list[list[int]]], job: dict) -> dict[str, Any]:
-    """Return the seconds and the tokens of all requests, and of each of the job's smaller numbers.
 
-    `answers` returns the tokens of requests that are submitted at once.
+def main(opened: Callable[[dict], AbstractContextManager[Answers]], *, warms_up: bool) -> None:
+    """Answer the requests of a job, `python SCRIPT JOB.json`, and print one JSON object.
+
+    What the engine itself prints goes to stderr.
+
+    Args:
+      opened: starts the engine for a job; imports that take time belong to it.
+      warms_up: whether a short request belongs to the start.
     """
+    begin_s = time.perf_counter()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    with opened(job) as answers:
+        if warms_up:
+            answers([{"prompt": [1, 2, 3], "num_output_tokens": 2}])
+        result = {"startup_s": time.perf_counter() - begin_s, **timed(answers, job)}
+    with os.fdopen(stdout, "w") as printed:
+        print(json.dumps(result), file=printed)
+
+
+def timed(answers: Answers, job: dict) -> dict[str, Any]:
+    """Return seconds and tokens of all requests, and of each of the job's smaller numbers."""
 
     def once(requests: list[dict]) -> dict[str, Any]:
         begin_s = time.perf_counter()

@@ -15,10 +15,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
-from rich.console import Console
-from rich.table import Column, Table
 from tqdm import tqdm
 
+from benchmarks.common.harness import option
 from benchmarks.common.processes import PeerError, check_call, run
 from benchmarks.common.repeats import Figures, in_turns, ratios, summary
 from benchmarks.common.roofline import measure_machine
@@ -295,48 +294,6 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def print_table(comparison: Mapping[str, Any]) -> None:
-    """Print the comparison on stderr: a table for each number of requests."""
-    _print_engines(comparison["engines"], comparison["best_of"], "all requests")
-    for number, engines in comparison["fewer"].items():
-        _print_engines(engines, {}, f"{number} of the requests")
-
-
-def _print_engines(engines: Mapping[str, Any], best_of: Mapping[str, str], title: str) -> None:
-    table = Table(
-        Column("engine", no_wrap=True),
-        "tokens/s",
-        "range",
-        "ours is faster by",
-        "start-up s",
-        "peak GiB",
-        "same answers",
-        "",
-        title=title,
-        box=None,
-        header_style="bold",
-    )
-    best = {name: f"best of {group}" for group, name in best_of.items()}
-
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    for name, figures in engines.items():
-        rate, faster_by, startup_s, peak, same = (figures[key] for key in SHOWN)
-        low_high = figures.get("range", {}).get("output_tokens_per_s")
-        table.add_row(
-            name,
-            shown(rate, ".0f"),
-            f"{low_high[0]:.0f} to {low_high[1]:.0f}" if low_high else "",
-            shown(faster_by, ".2f"),
-            shown(startup_s, ".1f"),
-            shown(peak and peak / 2**30, ".1f"),
-            shown(same, ".0f"),
-            figures["error"] or best.get(name, ""),
-        )
-    Console(stderr=True).print(table)
-
-
 def _gauge() -> dict[str, float]:
     return asdict(measure_machine("float32"))
 
@@ -391,15 +348,11 @@ PRECISION = "float32"
 QUANTISED = ("int8", "int4", "keep")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--compare`."""
-    known = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
-    parser.add_argument("--compare", default=None, help=f"peers, separated by commas: {known}")
-    parser.add_argument(
-        "--fewer-requests",
-        default="",
-        help="with --compare: also time these numbers of the requests, such as 1,4",
-    )
+_KNOWN = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
+OPTIONS = (
+    option("--compare", None, f"peers, separated by commas: {_KNOWN}"),
+    option("--fewer-requests", "", "with --compare: also these numbers of requests, such as 1,4"),
+)
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
@@ -457,7 +410,7 @@ def run_peers(
     batch_size: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Run the comparison and print its table on stderr; return None without peers."""
+    """Run the comparison; return None without peers."""
     if not peers:
         return None
     result = compare(
@@ -469,7 +422,6 @@ def run_peers(
         settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
         fewer=_fewer(options),
     )
-    print_table(result)
     return {"precision": PRECISION, "quantize": options.quantize, **result}
 
 

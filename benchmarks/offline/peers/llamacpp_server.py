@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 
 # A script finds the module next to it.
-from answering import timed
+from answering import Answers, main
 
 PAD = 256  # of the context of a slot, which llama.cpp rounds up to
 STARTUP_LIMIT_S = 120
@@ -20,27 +23,19 @@ STARTUP_LIMIT_S = 120
 LOOKUP = "ngram-cache"
 
 
-def main() -> None:
-    begin_s = time.perf_counter()
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
+@contextmanager
+def opened(job: dict) -> Iterator[Answers]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     server = subprocess.Popen(_command(job, address), stdout=sys.stderr)
     try:
         _wait_until_ready(server, address)
-        startup_s = time.perf_counter() - begin_s
         with ThreadPoolExecutor(len(job["requests"])) as pool:
-
-            def answers(requests: list[dict]) -> list[list[int]]:
-                return list(pool.map(lambda request: _answer(address, request), requests))
-
-            result = timed(answers, job)
+            yield lambda requests: list(pool.map(partial(_answer, address), requests))
     finally:
         server.terminate()
         server.wait()
-    print(json.dumps({"startup_s": startup_s, **result}))
 
 
 def _command(job: dict, address: str) -> list[str]:
@@ -105,4 +100,4 @@ def _answer(address: str, request: dict) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    main(opened, warms_up=False)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # A script finds the module next to it.
-from answering import timed
+from answering import Answers, main
 
 
-def main() -> None:
-    begin_s = time.perf_counter()
+@contextmanager
+def opened(job: dict) -> Iterator[Answers]:
     import openvino
     import openvino_genai
 
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_seqs = job["batch_size"]
     scheduler.cache_size = job["kv_cache_gib"]
@@ -41,10 +38,8 @@ def main() -> None:
         done = pipeline.generate(prompts, configs)
         return [list(result.m_generation_ids[0]) for result in done]
 
-    answers([{"prompt": [1, 2, 3], "num_output_tokens": 2}])
-    startup_s = time.perf_counter() - begin_s
-    print(json.dumps({"startup_s": startup_s, **timed(answers, job)}))
+    yield answers
 
 
 if __name__ == "__main__":
-    main()
+    main(opened, warms_up=True)

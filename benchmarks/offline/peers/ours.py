@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.offline.peers.answering import timed
+from benchmarks.offline.peers.answering import Answers, main
 
 
-def main() -> None:
-    begin_s = time.perf_counter()
+@contextmanager
+def opened(job: dict) -> Iterator[Answers]:
     from jaxserve import Runtime, SamplingParams
 
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
     settings: dict[str, Any] = {"warmup": "full", **job["settings"]}
     kind = "few_bits" if settings.get("quantize") == "keep" else "safetensors"
     with Runtime.from_pretrained(job["models"][kind], **settings) as rt:
@@ -33,10 +30,8 @@ def main() -> None:
             done = rt.generate([request["prompt"] for request in requests], params)
             return [list(completion.token_ids) for completion in done]
 
-        startup_s = time.perf_counter() - begin_s
-        result = timed(answers, job)
-    print(json.dumps({"startup_s": startup_s, **result}))
+        yield answers
 
 
 if __name__ == "__main__":
-    main()
+    main(opened, warms_up=False)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PAGE_SIZE = 256  # its default
 MAX_BATCH_TOKENS = 512  # of one step; its default is made for GPUs and for longer prompts
 
 
-def main() -> None:
-    begin_s = time.perf_counter()
+@contextmanager
+def opened(job: dict) -> Iterator:
     import torch
-    from answering import (
-        timed,
-    )  # a script finds the module next to it; `benchmarks.decode` does not
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
     folder = job["models"]["safetensors"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     pages_a_request = -(-job["max_context"] // PAGE_SIZE)
@@ -35,10 +30,7 @@ def main() -> None:
     with model.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=config
     ) as manager:
-        answer(manager, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
-        startup_s = time.perf_counter() - begin_s
-        result = timed(lambda requests: answer(manager, requests), job)
-    print(json.dumps({"startup_s": startup_s, **result}))
+        yield lambda requests: answer(manager, requests)
 
 
 def answer(manager, requests: list[dict]) -> list[list[int]]:
@@ -64,4 +56,6 @@ def answer(manager, requests: list[dict]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    main()
+    from answering import main  # next to a script, but not to `benchmarks.decode.peer`
+
+    main(opened, warms_up=True)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # A script finds the module next to it.
-from answering import timed
+from answering import Answers, main
 
 
-def main() -> None:
-    begin_s = time.perf_counter()
+@contextmanager
+def opened(job: dict) -> Iterator[Answers]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with open(sys.argv[1], encoding="utf-8") as file:
-        job = json.load(file)
     model = AutoModelForCausalLM.from_pretrained(
         job["models"]["safetensors"], dtype=torch.float32
     ).eval()
     # Past the model's end token, like ours: it may appear, and the answer continues.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    _answer(torch, model, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
-    startup_s = time.perf_counter() - begin_s
 
     def answers(requests: list[dict]) -> list[list[int]]:
         token_ids, size = [], job["batch_size"]
@@ -32,7 +27,7 @@ def main() -> None:
             token_ids += _answer(torch, model, requests[start : start + size])
         return token_ids
 
-    print(json.dumps({"startup_s": startup_s, **timed(answers, job)}))
+    yield answers
 
 
 def _answer(torch, model, requests: list[dict]) -> list[list[int]]:
@@ -56,4 +51,4 @@ def _answer(torch, model, requests: list[dict]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    main()
+    main(opened, warms_up=True)

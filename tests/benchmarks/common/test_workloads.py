@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.common import workloads
+from benchmarks.common.harness import add_all
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ RUNTIME = SimpleNamespace(
 
 def _items(*arguments: str):
     parser = argparse.ArgumentParser()
-    workloads.add_arguments(parser)
+    add_all(parser, workloads.options())
     return workloads.items(parser.parse_args(arguments), RUNTIME)
 
 

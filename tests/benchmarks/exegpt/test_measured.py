@@ -55,5 +55,5 @@ def test_what_the_budget_does_not_allow_is_named(tmp_path, capsys):
     code, result = _run(tmp_path / "measured.json", model="tiny", budget=0)
     assert code == 0 and not result["schedules"] and not result["errors"]
     assert result["skipped"] == ["auto", "orca", "rra 2 2 on 1", "waa 2 2 on 1/1"]
-    assert "0 of 0 schedules" in capsys.readouterr().err
+    assert "Left out, since the time was up: auto, orca" in capsys.readouterr().err
     assert measured.main(["--model", "tiny", "--repeats", "0"]) == 2

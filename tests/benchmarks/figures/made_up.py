@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.repeats import Figures, summary
-from benchmarks.figures.__main__ import PAGES
+from benchmarks.figures.__main__ import README
+from benchmarks.figures.tables import PAGES
 
 HERE = {"device": {"platform": "cpu", "kind": "cpu", "host_cpu": "a CPU", "host_cores": 2}}
 POLICIES = ("concurrent_instances", "fastertransformer", "orca", "vllm_like", "flover", "auto")
@@ -657,8 +658,8 @@ def _cells() -> dict[str, Any]:
 
 def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
     """Write a folder with pages, markers and one result of each of these kinds."""
-    for page in PAGES:
-        path = root / page.path
+    for page in (README, *PAGES):
+        path = root / page
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             "# Before\n\n<!-- results:begin -->\nreplaced\n<!-- results:end -->\n\nAfter\n",

@@ -8,8 +8,9 @@ import subprocess
 
 import pytest
 
-from benchmarks.figures.__main__ import KINDS, PAGES, load, main, render, update
+from benchmarks.figures.__main__ import KINDS, README, load, main, render, update
 from benchmarks.figures.results import ResultFileError
+from benchmarks.figures.tables import PAGES
 from tests.benchmarks.figures.made_up import results, write_checkout
 
 pytestmark = pytest.mark.release
@@ -36,12 +37,12 @@ def test_every_kind_is_written(tmp_path):
     names += ["conversations_made_up_1", "conversations_made_up_2", "pensieve_made_up"]
     names += [f"cells_made_up_{number}" for number in (7, 8, 9)]
     figures = {f"docs/figures/{name}.svg" for name in names}
-    assert written == {*(page.path for page in PAGES), *figures}
+    assert written == {README, *PAGES, *figures}
     assert update(checkout, write=False) == []
 
     shown = set()
-    for page in PAGES:
-        path = checkout / page.path
+    for page in (README, *PAGES):
+        path = checkout / page
         text = path.read_text()
         targets = {(path.parent / each).resolve() for each in re.findall(r"\]\((.*?)\)", text)}
         assert all(target.is_file() for target in targets), targets
@@ -76,14 +77,14 @@ def test_results_of_unknown_commits_are_refused(tmp_path, capsys):
 
 def test_every_kind_has_a_page():
     """Every kind of result is on one page besides the README."""
-    shown = [kind for page in PAGES for kind in page.kinds or ()]
+    shown = [kind for kinds in PAGES.values() for kind in kinds]
     assert sorted(shown) == sorted(KINDS)
 
 
 def test_readme_has_one_table_and_one_picture(tmp_path):
     """The README has the comparison with other engines, and where jaxserve lost."""
     checkout = write_checkout(tmp_path, KINDS)
-    text = render(PAGES[0], load(checkout / "benchmarks" / "results"), checkout)
+    text = render(README, load(checkout / "benchmarks" / "results"), checkout)
     assert len(re.findall(r"^\| --- ", text, re.MULTILINE)) == 1 and text.count("![") == 1
     link = "(benchmarks/results/offline_made_up.json)"
     assert f"| a peer | [160]{link} (150 to 165) | 2.00 | 3.0 s |" in text
@@ -99,7 +100,7 @@ def test_http_says_at_what_rate_requests_arrive(tmp_path):
     Where a peer is ahead, the page says so.
     """
     checkout = write_checkout(tmp_path, ("http",))
-    page = next(page for page in PAGES if page.kinds and "http" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "http" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     assert "half of the requests a second that jaxserve answers in process" in text
     assert len(re.findall(r"^\| 4 \| .* 70% \|", text, re.MULTILINE)) == 3
@@ -112,7 +113,7 @@ def test_http_says_at_what_rate_requests_arrive(tmp_path):
 def test_speculation_and_adapters_say_what_they_cost(tmp_path):
     """Ratios are those of runs beside each other; what costs more than it may is a sentence."""
     checkout = write_checkout(tmp_path, ("adapters", "speculation"))
-    page = next(page for page in PAGES if page.kinds and "speculation" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "speculation" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     link = "(../../benchmarks/results/{}_made_up.json)"
     assert f"| 8 | [85]{link.format('adapters')} (80 to 90) | 0.80 (0.75 to 0.85) |" in text
@@ -126,7 +127,7 @@ def test_speculation_and_adapters_say_what_they_cost(tmp_path):
 def test_cells_say_goals_and_losses(tmp_path):
     """Ours over the best baseline is beside what was wanted, and what is short is a sentence."""
     checkout = write_checkout(tmp_path, ("cells",))
-    page = next(page for page in PAGES if page.kinds and "cells" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "cells" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     link = "(../../benchmarks/results/cells_made_up.json)"
     assert f"| lstm | simulated, thesis | padding 10 | 1.25 | [0.80]{link} |" in text
@@ -137,7 +138,7 @@ def test_cells_say_goals_and_losses(tmp_path):
 def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path):
     """Gains of single figures, and by how much latency grows if lengths change by 15 %."""
     checkout = write_checkout(tmp_path, ("exegpt",))
-    page = next(page for page in PAGES if page.kinds and "exegpt" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "exegpt" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     link = "(../../benchmarks/results/exegpt_made_up.json)"
     gain = f"[2.50]{link}"
@@ -150,7 +151,7 @@ def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path):
 def test_schedules_of_drifting_lengths_stand_side_by_side(tmp_path):
     """Each engine has its answers a second and the share of them that keeps the bound."""
     checkout = write_checkout(tmp_path, ("exegpt_drift",))
-    page = next(page for page in PAGES if page.kinds and "exegpt_drift" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "exegpt_drift" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     link = "(../../benchmarks/results/exegpt_drift_made_up.json)"
     shown = f"[5.00]{link} | 90.0% | [4.50]{link} | 97.5% | [5.50]{link} | 97.5% | [7.00]{link} |"
@@ -161,7 +162,7 @@ def test_schedules_of_drifting_lengths_stand_side_by_side(tmp_path):
 def test_nodes_of_the_host_stand_beside_the_goal(tmp_path):
     """Two runs of 2,000 and 4,000 nodes a second have the median 3,000."""
     checkout = write_checkout(tmp_path, ("cells_host",))
-    page = next(page for page in PAGES if page.kinds and "cells_host" in page.kinds)
+    page = next(page for page, kinds in PAGES.items() if "cells_host" in kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     link = "(../../benchmarks/results/cells_host_made_up.json)"
     assert "wanted 100,000 nodes/s" in text
@@ -172,16 +173,15 @@ def test_nodes_of_the_host_stand_beside_the_goal(tmp_path):
 def test_tables_show_medians_and_ranges(tmp_path):
     """Three runs have speeds 1, 1/2 and 5/4: the first is the median, the others the range."""
     checkout = write_checkout(tmp_path, KINDS)
-    pages = {page.path: page for page in PAGES}
     found = load(checkout / "benchmarks" / "results")
-    text = render(pages["docs/results/policies.md"], found, checkout)
+    text = render("docs/results/policies.md", found, checkout)
     link = "(../../benchmarks/results/policies_made_up.json)"
     row = f"| flover | [99]{link} (50 to 124) | 0.8 s (0.6 to 1.6) | 1.1 s (0.8 to 2.1) |"
     assert row in text
     assert "medians of 3 whole runs (least to most)" in text
     simulated = re.search(r"\| orca \| .*simulate_made_up.*", text)
     assert simulated is not None and "| +3.0% (+2.0% to +10.0%) |" in simulated[0]
-    text = render(pages["docs/results/throughput.md"], found, checkout)
+    text = render("docs/results/throughput.md", found, checkout)
     link = "(../../benchmarks/results/offline_made_up.json)"
     assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
     assert f"| warm | [2.0]{link.replace('offline', 'startup')} s (1.0 to 3.0) |" in text
@@ -200,9 +200,8 @@ def test_tables_show_medians_and_ranges(tmp_path):
 def test_tables_say_what_was_lost(tmp_path):
     """Tables with `auto` say in which figure it lost, and which baseline is missing."""
     checkout = write_checkout(tmp_path, KINDS)
-    pages = {page.path: page for page in PAGES}
     found = load(checkout / "benchmarks" / "results")
-    text = render(pages["docs/results/policies.md"], found, checkout)
+    text = render("docs/results/policies.md", found, checkout)
     sentences = [line for line in text.splitlines() if "not measured here" in line]
     assert sentences == [
         "Nothing lost in output tokens/s: auto is not behind vllm like. "
@@ -217,10 +216,7 @@ def test_tables_say_what_was_lost(tmp_path):
 def test_latency_bounds_say_who_is_ahead(tmp_path):
     """Baselines that are ahead of the best schedule, and plans that are behind, are counted."""
     checkout = write_checkout(tmp_path, KINDS)
-    pages = {page.path: page for page in PAGES}
-    text = render(
-        pages["docs/results/exegpt.md"], load(checkout / "benchmarks" / "results"), checkout
-    )
+    text = render("docs/results/exegpt.md", load(checkout / "benchmarks" / "results"), checkout)
     alone = "1 of them where nothing else keeps the bound"
     assert (
         f"Ahead of the plan under 2 bounds are fastertransformer 1 times, {alone}; deepspeed 1 "

@@ -32,7 +32,7 @@ def test_one_object_with_every_figure(tmp_path, capsys):
     assert [len(one["promises"]) for one in result["contenders"]] == [4] * 4
     assert set(result["milliseconds_a_prompt"]) == {"1", "64"}
     assert result["step_s"] > 0 and "commit" in result
-    assert "linear on embeddings" in err and "ms a prompt" in err
+    assert "accuracy" in err and "outgrown" in err
     assert LengthPredictor.load(tmp_path / "kept").calibration is not None
 
 

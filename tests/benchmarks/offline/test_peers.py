@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.common.harness import add_all
 from benchmarks.common.processes import PeerError, run
 from benchmarks.offline.peers import compare
 from benchmarks.offline.peers.answering import timed
 from benchmarks.offline.peers.compare import (
     GROUPS,
+    OPTIONS,
     PEERS,
     SCRIPTS,
-    add_arguments,
     any_failed,
     interleave,
     named,
@@ -67,7 +68,7 @@ def _answering(wall_s: float, answers: list[list[int]]) -> str:
 
 def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_all(parser, OPTIONS)
     defaults = {"dtype": None, "kv_dtype": None, "model": "smollm2-135m", "load": None}
     defaults |= {"quantize": None, "num_requests": 4}
     return argparse.Namespace(**(vars(parser.parse_args(arguments)) | defaults))
