@@ -163,7 +163,7 @@ class KeptMatrices:
         assert matrix is not None, f"{name} is dense"
         found = scaling.part(part, matrix)
         if part != "codes":
-            found = np.repeat(found, matrix.group // unit, axis=1)
+            found = np.repeat(found, matrix.group // unit, axis=-1)
         return found if index is None else found[index]
 
 
@@ -209,20 +209,22 @@ class _Scaling:
         """Return codes [out, in] in the order of groups, or another part [out, groups]."""
         if part == "codes":
             order = matrix.order()
-            return matrix.codes() if order is None else matrix.codes()[:, order]
+            return matrix.codes() if order is None else matrix.codes()[..., order]
         scales = matrix.scales().astype(np.float32)
         if part == "zeros":
             return np.full(scales.shape, matrix.middle) if matrix.zeros is None else matrix.zeros()
         if self.is_channel:
             channels = scales
         else:
-            channels = _powers(scales) if self._uses_powers else np.ones_like(scales[:, :1])
+            channels = _powers(scales) if self._uses_powers else np.ones_like(scales[..., :1])
         return np.broadcast_to(channels, scales.shape) if part == "channels" else scales / channels
 
 
-def _powers(scales: Float32[np.ndarray, "out groups"]) -> Float32[np.ndarray, "out 1"]:
+def _powers(
+    scales: Float32[np.ndarray, "*matrices out groups"],
+) -> Float32[np.ndarray, "*matrices out 1"]:
     """Return, for each output, a power of two around its largest scale; 1 for zeros."""
-    largest = np.max(np.abs(scales), axis=1, keepdims=True)
+    largest = np.max(np.abs(scales), axis=-1, keepdims=True)
     return np.ldexp(np.float32(1), np.clip(np.frexp(largest)[1] - 1, -126, 127))
 
 

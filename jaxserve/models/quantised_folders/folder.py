@@ -17,6 +17,7 @@ from jaxserve.models.quantised_folders.compressed_tensors import CompressedTenso
 from jaxserve.models.quantised_folders.float8 import Float8
 from jaxserve.models.quantised_folders.gptq import AWQ, GPTQ
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
+from jaxserve.models.quantised_folders.mxfp4 import MXFP4
 from jaxserve.models.weights import WeightSource
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _REMEDY = (
 
 @final
 class QuantisedFolder:
-    """A `WeightSource` in which a quantised weight is one tensor [out, in] under its usual name.
+    """A `WeightSource` in which a quantised weight is one tensor under its usual name.
 
     `source` has the tensors as they are stored.
 
@@ -51,7 +52,7 @@ class QuantisedFolder:
         problems = found.problems or list(_without_scales(source, found))
         if problems:
             raise CheckpointError(self.where, problems, _REMEDY)
-        self._matrices = {f"{module}.weight": each for module, each in found.matrices.items()}
+        self._matrices = found.matrices
         self._kv_scales = {n for n in found.shapes if n.rpartition(".")[2] in _KV_SCALES}
         if self._kv_scales:
             _log.warning(
@@ -112,6 +113,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
         "awq": AWQ.of,
         "compressed-tensors": CompressedTensors.of,
         "fp8": Float8.of,
+        "mxfp4": MXFP4.of,
     }
 )
 
@@ -143,7 +145,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
             "(4 bits, version 'gemm'), 'compressed-tensors' ('pack-quantized', 'int-quantized' and "
-            "'float-quantized') and 'fp8' (e4m3). Use a checkpoint in one of these, or one in 16 "
-            "bits with quantize='int4' or 'int8'"
+            "'float-quantized'), 'fp8' (e4m3) and 'mxfp4' (gpt-oss). Use a checkpoint in one of "
+            "these, or one in 16 bits with quantize='int4' or 'int8'"
         )
     return METHODS[name](given)

@@ -18,16 +18,17 @@ from jaxserve.models.weights import WeightSource
 class Matrix:
     """A weight [out, in] whose number at [n, k] is `scales[n, g] * (codes[n, k] - zeros[n, g])`.
 
-    g is the group of input k: k // group, or `groups[k]`.
+    g is the group of input k: k // group, or `groups[k]`. Weights of several matrices have more
+    axes before these two.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bits: int  # of a code: 4 or 8
     group: int  # number of inputs that share a scale; `in` for one scale a row
     tensors: tuple[str, ...]  # names of the tensors that it is made of
-    codes: Callable[[], UInt8[np.ndarray, "out in"]]  # reads [out, in]
+    codes: Callable[[], UInt8[np.ndarray, "*matrices out in"]]  # reads [out, in]
     # Reads [out, in // group], of float8 rounded up, in float16, bfloat16 or float32.
-    scales: Callable[[], Float[np.ndarray, "out groups"]]
+    scales: Callable[[], Float[np.ndarray, "*matrices out groups"]]
     # Reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
     zeros: Callable[[], Int[np.ndarray, "out groups"]] | None = None
     # Reads the group of each input, [in]; None if it is k // group.
@@ -38,11 +39,11 @@ class Matrix:
     @property
     def has_even_groups(self) -> bool:
         """Whether groups divide the inputs, and words of 32 bits the groups."""
-        return self.shape[1] % self.group == 0 and self.group * self.bits % 32 == 0
+        return self.shape[-1] % self.group == 0 and self.group * self.bits % 32 == 0
 
     @property
     def num_groups(self) -> int:
-        return self.shape[1] // self.group
+        return self.shape[-1] // self.group
 
     @property
     def middle(self) -> int:
@@ -52,7 +53,7 @@ class Matrix:
     def order(self) -> Int32[np.ndarray, " in"] | None:
         """Return the inputs sorted by group; None if sorted. Raise ValueError for uneven groups."""
         found = None if self.groups is None else self.groups()
-        if found is None or (found == np.arange(self.shape[1]) // self.group).all():
+        if found is None or (found == np.arange(self.shape[-1]) // self.group).all():
             return None
         in_range = ((found >= 0) & (found < self.num_groups)).all()
         if not in_range or (np.bincount(found, minlength=self.num_groups) != self.group).any():
@@ -61,15 +62,15 @@ class Matrix:
             )
         return np.argsort(found, kind="stable").astype(np.int32)
 
-    def numbers(self) -> Float[np.ndarray, "out in"]:
+    def numbers(self) -> Float[np.ndarray, "*matrices out in"]:
         scales = self.scales().astype(np.float32)
         if self.is_float:
             numbers = self.codes().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            return numbers * np.repeat(scales, self.group, axis=1)[:, : self.shape[1]]
+            return numbers * np.repeat(scales, self.group, axis=-1)[..., : self.shape[-1]]
         zeros = self.middle if self.zeros is None else self.zeros().astype(np.float32)
-        group = np.arange(self.shape[1]) // self.group if self.groups is None else self.groups()
-        offsets = zeros if isinstance(zeros, int) else zeros[:, group]
-        return (self.codes().astype(np.float32) - offsets) * scales[:, group]
+        group = np.arange(self.shape[-1]) // self.group if self.groups is None else self.groups()
+        offsets = zeros if isinstance(zeros, int) else zeros[..., group]
+        return (self.codes().astype(np.float32) - offsets) * scales[..., group]
 
 
 class Method(Protocol):
@@ -82,7 +83,7 @@ class Method(Protocol):
 
 @final
 class Found:
-    """The quantised weights of a folder by module name, and its problems, collected.
+    """The quantised weights of a folder by name, and its problems, collected.
 
     Attributes:
       shapes: of the folder's tensors.
@@ -105,7 +106,7 @@ class Found:
         for module in self.modules(suffix):
             made = matrix(module)
             if made is not None:
-                self.matrices[module] = made
+                self.matrices[f"{module}.weight"] = made
 
     def sizes(self, module: str, last: str) -> tuple[int, int] | None:
         """Return the two sizes of a tensor; None after recording its problem."""
