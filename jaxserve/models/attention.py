@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, QueryGrowth
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm, RMSNorm, WideRMSNorm
@@ -156,6 +156,10 @@ class Attention(SumsRows):
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         if config.qkv_clip is not None:
             qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
+        if config.query_growth is not None:
+            q, kv = jnp.split(qkv, (group,), axis=2)
+            q = q * _growth(config.query_growth, context.positions(len(q)), q.dtype)
+            qkv = jnp.concatenate([q, kv], axis=2)
         out = context.attend(
             qkv,
             scale=config.attention_scale,
@@ -168,6 +172,14 @@ class Attention(SumsRows):
             out = out * jax.nn.sigmoid(gate)
         linear = Linear(self.wo, self.bo, row_kernels=kernels)
         return projected(linear, out, context.adapter, residual=residual)
+
+
+def _growth(
+    growth: QueryGrowth, positions: Int32[Array, " tokens"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "tokens 1 1 1"]:
+    """Return the factor of each token's queries."""
+    periods = (positions // growth.period).astype(jnp.float32)
+    return (1.0 + growth.beta * jnp.log1p(periods)).astype(dtype)[:, None, None, None]
 
 
 @final

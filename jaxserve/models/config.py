@@ -35,6 +35,18 @@ BY_LAYER: Mapping[str, str] = MappingProxyType(
 )
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """The factor 1 + beta * ln(1 + floor(position / period)) of queries; 1 in the first period.
+
+    It keeps attention sharp in long contexts (Nakanishi, arXiv:2501.19399, section 3).
+    """
+
+    beta: float
+    period: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The fields that the engine, the cache and the shared layers read; families add their own.
@@ -55,6 +67,7 @@ class DecoderConfig:
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
       has_sinks: whether each query head has a logit that joins the softmax, without a value.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
+      query_growth: a factor of the rotated queries that grows with the position; None for none.
       logits_scale: the factor of the logits; None for no scaling.
       alibi_slopes: by how much attention logits fall with each token of distance, for each query
         head; None for models without ALiBi (`alibi_slopes`).
@@ -93,6 +106,7 @@ class DecoderConfig:
     attention_gate: bool = False
     has_sinks: bool = False
     attention_scale: float | None = None
+    query_growth: QueryGrowth | None = None
     logits_scale: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     attention_soft_cap: float | None = None

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol, final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.batch import AttentionBatch, KVCache
@@ -23,6 +24,10 @@ class LayerContext(Protocol):
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
         """The adapter of each token, -1 for none; None if no token has one."""
+        ...
+
+    def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
+        """Return the place of each of the step's tokens in its sequence."""
         ...
 
     def attend(
@@ -80,6 +85,9 @@ class PagedContext:
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
         return self._batch.adapter
+
+    def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
+        return self._batch.positions
 
     def attend(
         self,
@@ -160,6 +168,9 @@ class WholeContext:
         self._length = length
         self._rope = rope
         self._sliding_window = sliding_window
+
+    def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
+        return jnp.arange(num_tokens) % self._length
 
     def attend(
         self,

@@ -100,6 +100,9 @@ class EncoderContext:
         self._batch = batch
         self._biases = biases.astype(jnp.float32)
 
+    def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
+        return self._batch.positions
+
     def attend(
         self,
         qkv: Float[Array, "tokens kv_heads columns head_dim"],

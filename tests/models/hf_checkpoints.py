@@ -316,6 +316,31 @@ _OTHERS = {
         dict(**_SIZES, **LONGROPE, original_max_position_embeddings=11),
         {},
     ),
+    "seed_oss": (
+        "SeedOssConfig",
+        dict(**_SIZES, head_dim=20, pad_token_id=None, attention_out_bias=True, mlp_bias=True),
+        {},
+    ),
+    "ministral": ("MinistralConfig", dict(**_SIZES, **_WINDOWS, head_dim=16), {}),
+    "ministral3": (
+        "Ministral3Config",
+        dict(
+            **_SIZES,
+            head_dim=20,
+            pad_token_id=None,
+            sliding_window=15,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500.0,
+                factor=4.0,
+                original_max_position_embeddings=10,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.4,
+            ),
+        ),
+        {},
+    ),
     "mixtral": (
         "MixtralConfig",
         dict(**_SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=9),

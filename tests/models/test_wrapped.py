@@ -42,6 +42,7 @@ _TOWER = dict(
 _QWEN_TOWER = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
 _ROTATION = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 
+_YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=4)
 _DELTA_RULE = dict(
     layer_types=["linear_attention", "full_attention"],
     linear_key_head_dim=8,
@@ -59,7 +60,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": (
         "Mistral3",
-        _WIDE | {"model_type": "mistral", "sliding_window": None},
+        _WIDE
+        | {"model_type": "ministral3", "pad_token_id": None}
+        | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.4}},
         _TOWER | {"model_type": "pixtral", "head_dim": 8},
     ),
     "llava": (
