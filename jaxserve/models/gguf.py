@@ -408,9 +408,10 @@ class GGUFSource:
     def __init__(self, path: str | Path):
         self.where = str(path)
         self.file = GGUFFile(path)
-        self._facts = Facts(self.where, self.file.metadata, self._shapes_in_file())
-        self._architecture = self._facts.architecture
-        self.config: Mapping[str, Any] = config_of(self._facts, self._rope_factors())
+        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        facts = Facts(self.where, self.file.metadata, shapes, self._rope_factors())
+        self._architecture = facts.architecture
+        self.config: Mapping[str, Any] = config_of(facts)
         self._tensors = self._named()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -458,9 +459,6 @@ class GGUFSource:
         first = index[0] if index else slice(None)
         picked = rows[first] if order is None else rows[order[first]]
         return decode(info, picked)[(slice(None), *index[1:])]
-
-    def _shapes_in_file(self) -> dict[str, tuple[int, ...]]:
-        return {name: info.shape for name, info in self.file.tensors.items()}
 
     def _named(self) -> dict[str, TensorInfo]:
         """Return the tensors by the Hugging Face names that the model's family reads."""

@@ -21,7 +21,9 @@ Fields = dict[str, Any]
 
 @final
 class Facts:
-    """The metadata and the shapes of a GGUF file; `where` names it in errors.
+    """The metadata and the shapes of a GGUF file, and its tables of the rotary embedding.
+
+    `where` names the file in errors, `shapes` and `factors` have the file's own names.
 
     Raises:
       UnsupportedModelError: an architecture that is not in `ARCHITECTURES`.
@@ -31,10 +33,11 @@ class Facts:
         self,
         where: str,
         metadata: Mapping[str, object],
-        shapes: Mapping[str, tuple[int, ...]],  # by the file's own names
+        shapes: Mapping[str, tuple[int, ...]],
+        factors: Mapping[str, np.ndarray],
     ):
         self.where = where
-        self.shapes = shapes
+        self.shapes, self.factors = shapes, factors
         self._metadata = metadata
         self.name = str(metadata.get("general.architecture"))
         if self.name not in ARCHITECTURES:
@@ -186,6 +189,24 @@ def _command_r(facts: Facts, common: Fields) -> Fields:
     return {"tie_word_embeddings": True, "use_qk_norm": facts.has("blk.0.attn_q_norm.weight")}
 
 
+def _phi3(facts: Facts, common: Fields) -> Fields:
+    rope = {"rope_type": "default", **common["rope_parameters"]}
+    own = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
+    if "rope_factors_long.weight" in facts.factors:
+        own |= {
+            "rope_type": "longrope",
+            "short_factor": facts.factors["rope_factors_short.weight"].tolist(),
+            "long_factor": facts.factors["rope_factors_long.weight"].tolist(),
+            "attention_factor": rope[MAGNITUDE],
+        }
+    original = facts.value("rope.scaling.original_context_length")
+    return {
+        "rope_parameters": own,
+        "original_max_position_embeddings": original or common["max_position_embeddings"],
+        "sliding_window": facts.value("attention.sliding_window") or None,
+    }
+
+
 def _stablelm(facts: Facts, common: Fields) -> Fields:
     return {
         "use_qkv_bias": common["attention_bias"],
@@ -276,15 +297,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             eps="layer_norm_eps",
             has_layer_norms=True,
         ),
+        "phi3": Architecture(model_type="phi3", more=_phi3, rotates_parts=True),
         "lfm2": Architecture(model_type="lfm2", more=_lfm2, eps="norm_eps", kinds_by_heads=True),
     }
 )
 
 
-def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
+def config_of(facts: Facts) -> Fields:
     """Return the fields of the model's config.json, for `families.config_from_hf`.
-
-    `factors` has the file's tables of the rotary embedding, by name.
 
     Raises:
       CheckpointError: keys or tensors are missing, or contradict each other.
@@ -335,7 +355,7 @@ def config_of(facts: Facts, factors: Mapping[str, np.ndarray]) -> Fields:
             f"{facts.where}: values of {facts.value('attention.value_length')} a head and keys of "
             f"{config['head_dim']}; they must be of one size"
         )
-    config["rope_parameters"] = _rope(facts, config, factors)
+    config["rope_parameters"] = _rope(facts, config)
     more = architecture.more(facts, config)
     if facts.value("expert_count", 0) and not any(name.endswith("experts") for name in more):
         raise UnsupportedModelError(
@@ -354,7 +374,7 @@ def _check_uniform(facts: Facts, config: Fields) -> None:
         )
 
 
-def _rope(facts: Facts, config: Fields, factors: Mapping[str, np.ndarray]) -> Fields:
+def _rope(facts: Facts, config: Fields) -> Fields:
     rotated = facts.value("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"] and not facts.architecture.rotates_parts:
         raise UnsupportedModelError(
@@ -373,13 +393,13 @@ def _rope(facts: Facts, config: Fields, factors: Mapping[str, np.ndarray]) -> Fi
     kind = facts.value("rope.scaling.type", "linear")
     factor = facts.value("rope.scaling.factor") or facts.value("rope.scale_linear") or 1.0
     is_scaled = kind == "yarn" or (kind != "none" and factor != 1.0)
-    if "rope_freqs.weight" in factors:
+    if "rope_freqs.weight" in facts.factors:
         if is_scaled:
             raise UnsupportedModelError(
                 f"{facts.where} has rope_freqs.weight and scaling of type {kind!r} by {factor}; "
                 "one of both is supported"
             )
-        return rope | _llama3_scaling(facts, config, rope["rope_theta"], factors)
+        return rope | _llama3_scaling(facts, config, rope["rope_theta"])
     if not is_scaled:
         return rope | {"rope_type": "linear", "factor": 1.0}
     rope |= {"rope_type": kind, "factor": factor}
@@ -387,11 +407,9 @@ def _rope(facts: Facts, config: Fields, factors: Mapping[str, np.ndarray]) -> Fi
     return rope | ({"original_max_position_embeddings": original} if original else {})
 
 
-def _llama3_scaling(
-    facts: Facts, config: Fields, theta: float, factors: Mapping[str, np.ndarray]
-) -> Fields:
+def _llama3_scaling(facts: Facts, config: Fields, theta: float) -> Fields:
     """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
-    divisors = factors["rope_freqs.weight"]
+    divisors = facts.factors["rope_freqs.weight"]
     plain = inverse_frequencies(config["head_dim"], theta, None)
     for original in (8192, config["max_position_embeddings"]):
         scaling = {

@@ -6,6 +6,7 @@ The files are written as llama.cpp's converters do (`conversion/`), with the nam
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ SIZES = dict(
     max_position_embeddings=256,
     initializer_range=0.3,
 )
+PHI3 = SIZES | dict(pad_token_id=None)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 
 # Case -> architecture of the file, config class, its fields, whether transformers reads its files.
@@ -113,6 +115,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         dict(SIZES, use_parallel_residual=True),
         True,
     ),
+    "phi3": ("phi3", "Phi3Config", PHI3 | dict(sliding_window=9), True),
+    "phi3_longrope": (
+        "phi3",
+        "Phi3Config",
+        PHI3
+        | dict(
+            original_max_position_embeddings=11,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=1e4,
+                short_factor=[1.1, 1.3, 2.0, 3.1],
+                long_factor=[1.2, 2.5, 4.0, 9.0],
+                partial_rotary_factor=1.0,
+            ),
+        ),
+        True,
+    ),
     "lfm2": (
         "lfm2",
         "Lfm2Config",
@@ -183,6 +202,16 @@ def _write(
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        stretched = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(stretched) / math.log(original))
+        )
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     for name, tensor in _converted(arch, model):
         if quantisation is None or tensor.ndim == 1:
             writer.add_tensor(name, np.ascontiguousarray(tensor))
