@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from collections import Counter
@@ -74,6 +75,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         **dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_d_state=10),
         mamba_chunk_size=8,
     ),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "helium": dict(head_dim=8),
+    "vaultgemma": dict(query_pre_attn_scalar=24),
+    "falcon": dict(new_decoder_architecture=True),
     "gemma2": dict(query_pre_attn_scalar=24),
     "gemma3_text": dict(query_pre_attn_scalar=24),
     "gptj": dict(rotary_dim=4),
@@ -197,6 +202,8 @@ def _pool() -> ProcessPoolExecutor:
 
 def check(architecture: Architecture) -> Row:
     """Return what is found for one architecture; no error of its own is raised."""
+    # Compilation takes most of the time.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     import transformers
 
     from jaxserve.models.families import FAMILIES, config_from_hf, family_of, nearest_family
@@ -260,10 +267,13 @@ def _write(config: PreTrainedConfig, folder: Path, *, is_wrapped: bool) -> PreTr
     )
     torch.manual_seed(7)
     model = make.from_config(config, attn_implementation="eager")
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         # Biases and norms are initialized with constants, which would hide an error.
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder)
     return make.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig, QueryGrowth
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import Norm, RMSNorm, WideRMSNorm
+from jaxserve.models.norms import HeadLayerNorm, Norm, RMSNorm, WideRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from pallas_kernels import Rows
@@ -130,6 +130,9 @@ class Attention(SumsRows):
         elif config.wide_qk_norm:
             self.q_norm = WideRMSNorm(config, new, num_heads=group)
             self.k_norm = WideRMSNorm(config, new, num_heads=1)
+        elif config.layer_qk_norm:
+            self.q_norm = HeadLayerNorm(config, new, num_heads=group)
+            self.k_norm = HeadLayerNorm(config, new, num_heads=1)
 
     def __call__(
         self,
@@ -151,7 +154,7 @@ class Attention(SumsRows):
         gate = None
         if config.attention_gate:
             gate, qkv = jnp.split(qkv, (group,), axis=2)
-        if config.qk_norm or config.wide_qk_norm:
+        if config.qk_norm or config.wide_qk_norm or config.layer_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         if config.qkv_clip is not None:

@@ -66,6 +66,7 @@ class DecoderConfig:
       wide_qk_norm: whether they have one over all heads together instead.
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
       has_sinks: whether each query head has a logit that joins the softmax, without a value.
+      layer_qk_norm: whether they have a layer norm over head_dim instead, with scales of each head.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       query_growth: a factor of the rotated queries that grows with the position; None for none.
       logits_scale: the factor of the logits; None for no scaling.
@@ -103,6 +104,7 @@ class DecoderConfig:
     qkv_clip: float | None = None
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    layer_qk_norm: bool = False
     attention_gate: bool = False
     has_sinks: bool = False
     attention_scale: float | None = None

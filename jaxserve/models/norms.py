@@ -66,6 +66,26 @@ class WideRMSNorm(SumsRows):
 
 
 @final
+class HeadLayerNorm(SumsRows):
+    """Mean and variance norm of each head without a bias; `scale` [kv_heads, num_heads, head_dim].
+
+    `num_heads` are those of one KV head: its queries, or its key.
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker, *, num_heads: int):
+        shape = (config.num_kv_heads, num_heads, config.head_dim)
+        self.scale = new.ones(("kv_heads", None, None), shape)
+        self.eps = config.norm_eps
+
+    def __call__(
+        self, x: Float[Array, "tokens kv_heads heads head_dim"]
+    ) -> Float[Array, "tokens kv_heads heads head_dim"]:
+        one = jnp.ones(x.shape[-1:], x.dtype)
+        plain = layer_norm(x, one, 0 * one, eps=self.eps, implementation=self.row_kernels)
+        return plain * self.scale[...]
+
+
+@final
 class LayerNorm(SumsRows):
     """Mean and variance norm; `scale` [embed], and `bias` [embed] if the config has `norm_bias`."""
 

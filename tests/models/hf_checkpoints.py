@@ -132,7 +132,11 @@ _OTHERS = {
     "exaone4": ("Exaone4Config", dict(**_SIZES, **_WINDOWS), {}),
     "apertus": ("ApertusConfig", dict(**_SIZES, attention_bias=True), {}),
     "stablelm": ("StableLmConfig", dict(**_SIZES, use_qkv_bias=True), {}),
-    "stablelm_parallel": ("StableLmConfig", dict(**_SIZES, use_parallel_residual=True), {}),
+    "stablelm_parallel": (
+        "StableLmConfig",
+        dict(**_SIZES, use_parallel_residual=True, qk_layernorm=True),
+        {},
+    ),
     "starcoder2": ("Starcoder2Config", dict(**_SIZES, sliding_window=7), {}),
     "nemotron": (
         "NemotronConfig",
@@ -141,6 +145,7 @@ _OTHERS = {
     ),
     "jais2": ("Jais2Config", dict(**_SIZES, head_dim=16), {}),
     "cohere": ("CohereConfig", dict(**_SIZES, attention_bias=True, logit_scale=0.5), {}),
+    "cohere_plus": ("CohereConfig", dict(**_SIZES, use_qk_norm=True), {}),
     "cohere2": ("Cohere2Config", dict(**_SIZES, **_WINDOWS, logit_scale=0.5), {}),
     "falcon": ("FalconConfig", dict(**_FALCON_SIZES, bias=True), {}),
     "falcon_40b": (
@@ -661,7 +666,7 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how)
     for name, parameter in model.named_parameters():
         # Biases and norms are initialized with constants, which would hide an error.
-        if parameter.ndim == 1 or name.endswith("bias"):
+        if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

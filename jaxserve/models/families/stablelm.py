@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import (
     LAYER,
@@ -20,7 +20,7 @@ from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.rope import Rope
-from jaxserve.models.weights import Weight, layer_norm, neighbours
+from jaxserve.models.weights import Tensor, Weight, layer_norm, neighbours
 
 _SHARED = {name: ROTARY_FIELDS[name] for name in ROTARY_FIELDS if name != "rms_norm_eps"}
 _COHERE = _SHARED | dict(
@@ -119,6 +119,8 @@ class StableLMConfig(DecoderConfig):
     rope: Rope | None = Rope()
     is_gated: bool = True
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # in checkpoints, if it is not gated
+    # Whether checkpoints have a tensor for the norm of each head, as StableLM, or for all.
+    splits_qk_norm: bool = False
     has_neighbours: bool = False  # whether checkpoints rotate neighbouring dimensions
 
     @classmethod
@@ -143,7 +145,8 @@ class StableLMConfig(DecoderConfig):
         if kind == "starcoder2":
             fields["mlp_names"] = ("c_fc", "c_proj")
         if kind == "stablelm":
-            check_is(given, "qk_layernorm", (False,))
+            fields["layer_qk_norm"] = bool(given["qk_layernorm"])
+            fields["splits_qk_norm"] = True
             if given["use_parallel_residual"]:
                 fields["residual"] = "parallel_one_norm"
         if kind.startswith("cohere"):
@@ -160,8 +163,7 @@ def _cohere(given: Mapping[str, Any]) -> dict[str, Any]:
         logits_scale=float(given["logit_scale"]),
     )
     if given["model_type"] == "cohere":
-        check_is(given, "use_qk_norm", (False, None))
-        return fields
+        return {**fields, "layer_qk_norm": bool(given["use_qk_norm"])}
     # Layers that see the whole context have no positions.
     window = given["sliding_window"]
     rotated = tuple(
@@ -199,12 +201,40 @@ class StableLM(Decoder):
         return StableLMBlock if self.config.is_gated else TwoLayerBlock
 
 
+def _qk_norms(
+    config: StableLMConfig, order: Mapping[str, Sequence[int]] | None
+) -> dict[str, Weight]:
+    """Return the scales of the norms of queries and keys."""
+    attention, group = LAYER + "self_attn.", config.group
+    if not config.splits_qk_norm:
+        names = {"q": ("k g d", "(k g) d"), "k": ("k x d", "(k x) d")}
+        return {
+            f"blocks.attention.{letter}_norm.scale": Weight(
+                axes, (Tensor(f"{attention}{letter}_norm.weight", layout, order=order),)
+            )
+            for letter, (axes, layout) in names.items()
+        }
+    heads = [
+        Tensor(f"{attention}q_layernorm.norms.{head}.weight", "d", k=head // group, g=head % group)
+        for head in range(config.num_heads)
+    ]
+    keys = [
+        Tensor(f"{attention}k_layernorm.norms.{head}.weight", "d", k=head, x=0)
+        for head in range(config.num_kv_heads)
+    ]
+    return {
+        "blocks.attention.q_norm.scale": Weight("k g d", tuple(heads)),
+        "blocks.attention.k_norm.scale": Weight("k x d", tuple(keys)),
+    }
+
+
 def _weights(config: StableLMConfig) -> dict[str, Weight]:
     assert config.rope is not None
     rotated = config.rope.dim or config.head_dim
     order = neighbours(rotated, config.head_dim) if config.has_neighbours else None
     return {
         **attention_weights(config, order=order),
+        **_qk_norms(config, order),
         **(mlp_weights() if config.is_gated else two_layer_weights(*config.mlp_names)),
         **layer_norm("norm", "model.norm"),
         **layer_norm("blocks.attention_norm", LAYER + "input_layernorm"),
