@@ -219,6 +219,8 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         gates_and_ups = [Tensor(mlp + names.gate_up, gate_up_axes)]
         ups = [Tensor(mlp + names.up_all, "n m e" if is_out_in else "n e m")]
         downs = [Tensor(mlp + names.down_all, "n e m" if is_out_in else "n m e")]
+        gate_up_biases = [Tensor(f"{mlp}{names.gate_up}_bias", f"n {names.both}")]
+        down_bias = f"{mlp}{names.down_all}_bias"
     else:
         each = [(n, f"{mlp}experts.{n}.") for n in range(mixture.num)]
         gates_and_ups = [
@@ -228,6 +230,11 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         ]
         ups = [Tensor(f"{name}{names.up}.weight", "m e", n=n) for n, name in each]
         downs = [Tensor(f"{name}{names.down}.weight", "e m", n=n) for n, name in each]
+        gate_up_biases = [
+            Tensor(f"{mlp}experts.{which}.bias", "n m", u=place)
+            for place, which in enumerate((names.gate, names.up))
+        ]
+        down_bias = f"{mlp}experts.{names.down}.bias"
     shared = mlp + names.shared
     return {
         f"{path}router": Weight.of(mlp + names.router, "e n", "n e"),
@@ -236,10 +243,8 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}experts.gate_up": Weight("n e u m", tuple(gates_and_ups)),
         f"{path}experts.up": Weight("n e m", tuple(ups)),
         f"{path}experts.down": Weight("n m e", tuple(downs)),
-        f"{path}experts.bgate_up": Weight.of(
-            f"{mlp}{names.gate_up}_bias", "n u m", f"n {names.both}"
-        ),
-        f"{path}experts.bdown": Weight.of(f"{mlp}{names.down_all}_bias", "n e"),
+        f"{path}experts.bgate_up": Weight("n u m", tuple(gate_up_biases)),
+        f"{path}experts.bdown": Weight.of(down_bias, "n e"),
         f"{path}shared.gate_up": gate_and_up(
             f"{shared}gate_proj.weight", f"{shared}up_proj.weight", "weight"
         ),

@@ -94,6 +94,14 @@ def _q6_k(rows: Rows) -> Blocks:
     return Blocks(_joined(codes, 3), _joined(scales), None)
 
 
+def _mxfp4(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 17)
+    # The numbers are halves of whole ones, so the scale is half of two to the exponent.
+    codes = _E2M1_DOUBLED[_nibbles(blocks[..., 1:])]
+    return Blocks(_joined(codes), np.ldexp(np.float32(1), blocks[..., 0].astype(int) - 128), None)
+
+
+_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         "Q8_0": BlockType(8, 32, False, True, _q8_0),
@@ -101,6 +109,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
         "Q4_1": BlockType(4, 32, True, True, _q4_1),
         "Q4_K": BlockType(4, 32, True, False, _q4_k),
         "Q6_K": BlockType(8, 16, False, False, _q6_k),
+        "MXFP4": BlockType(8, 32, False, False, _mxfp4),
     }
 )
 
@@ -463,6 +472,8 @@ class GGUFSource:
     def _named(self) -> dict[str, TensorInfo]:
         """Return the tensors by the Hugging Face names that the model's family reads."""
         config = config_from_hf(self.config)
+        if config.experts is not None:
+            config = config.fitted_to({"model.layers.0.mlp.experts.0.down_proj.weight": ()})
         names = {
             tensor.name.format(layer=layer)
             for weight in family_of(config).weights(config).values()

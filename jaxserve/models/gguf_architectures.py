@@ -104,7 +104,7 @@ class Architecture:
             assert whole is not None, "any text matches"
             stem, suffix = whole[1], whole[2] or ""
             found = table.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", stem))
-            return None if found is None else found + suffix
+            return None if found is None else found + (suffix or ".weight")
 
         return translate
 
@@ -142,6 +142,16 @@ def _experts(facts: Facts) -> Fields:
         "num_experts": facts.value("expert_count"),
         "num_experts_per_tok": facts.value("expert_used_count"),
         "moe_intermediate_size": facts.shapes["blk.0.ffn_gate_exps.weight"][1],
+    }
+
+
+def _gpt_oss(facts: Facts, common: Fields) -> Fields:
+    # The ramp of gpt-oss's yarn has no whole ends; llama.cpp rounds them.
+    return {
+        "num_local_experts": facts.value("expert_count"),
+        "num_experts_per_tok": facts.value("expert_used_count"),
+        "intermediate_size": facts.shapes["blk.0.ffn_gate_exps.weight"][1],
+        "rope_parameters": {**common["rope_parameters"], "truncate": False},
     }
 
 
@@ -234,6 +244,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2moe": Architecture(model_type="qwen2_moe", more=_qwen2_moe),
         "qwen3": Architecture(model_type="qwen3", more=_window),
         "qwen3moe": Architecture(model_type="qwen3_moe", more=_qwen3_moe),
+        "gpt-oss": Architecture(
+            model_type="gpt_oss",
+            more=_gpt_oss,
+            keys={"sliding_window": "attention.sliding_window"},
+        ),
         "gemma": Architecture(model_type="gemma", more=_gemma, norm_shift=1.0),
         "gemma2": Architecture(
             model_type="gemma2",

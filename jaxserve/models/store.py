@@ -240,7 +240,7 @@ def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> 
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
     source = GGUFSource(path)
     with timed("tokenizer"):
-        config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
+        config, tokenizer = fitted(how.read(source.config), source), Tokenizer.from_gguf(source)
     if how.quantisation is not None and keeps:
         blocks = KeptBlocks(source, rounds_activations=how.quantisation.rounds_activations)
         graphdef, params = _kept(config, source, how, blocks)

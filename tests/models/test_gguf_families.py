@@ -58,6 +58,25 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         dict(SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
         False,
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOssConfig",
+        dict(
+            {**SIZES, "num_hidden_layers": 3},
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=15e4,
+                factor=4.0,
+                truncate=False,
+                original_max_position_embeddings=64,
+            ),
+        ),
+        False,
+    ),
     "gemma": ("gemma", "GemmaConfig", dict(SIZES, head_dim=16), False),
     "gemma2": (
         "gemma2",
@@ -202,6 +221,10 @@ def _write(
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "longrope":
         original = config.original_max_position_embeddings
         stretched = config.max_position_embeddings / original
@@ -232,7 +255,13 @@ def _converted(arch: str, model: transformers.PreTrainedModel):
         tensor = parameter.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):  # transformers 5 has one tensor of both in memory
+        if arch == "gpt-oss" and ".experts." in name:
+            parts = dict(_gpt_oss_experts(name, tensor))
+        elif name.endswith("self_attn.sinks"):
+            parts = {f"{name}.weight": tensor}
+        elif name.endswith(
+            "experts.gate_up_proj"
+        ):  # transformers 5 has one tensor of both in memory
             stem = name.removesuffix("gate_up_proj")
             names = [f"{stem}gate_proj.weight", f"{stem}up_proj.weight"]
             parts = dict(zip(names, np.split(tensor, 2, axis=1), strict=True))
@@ -250,6 +279,18 @@ def _converted(arch: str, model: transformers.PreTrainedModel):
             stored = table.get_name(stem)
             assert stored is not None, own
             yield f"{stored}.{suffix}", part.squeeze()
+
+
+def _gpt_oss_experts(name: str, tensor: np.ndarray):
+    """Gates and ups in turns become two tensors, and inputs the last axis."""
+    stem, _, which = name.rpartition(".")
+    kind = "bias" if which.endswith("_bias") else "weight"
+    tensor = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+    if which.startswith("down_proj"):
+        yield f"{stem}.down_proj.{kind}", tensor
+    else:
+        yield f"{stem}.gate_proj.{kind}", tensor[:, ::2]
+        yield f"{stem}.up_proj.{kind}", tensor[:, 1::2]
 
 
 def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from tests.models.gguf_models import TOKENIZER, write_gguf
 from tests.models.kept_weights import dense, restored
 
 # Where each type's blocks have float16 numbers.
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 
 
 def _random_rows(name: str, num_rows: int = 5, length: int = 768) -> np.ndarray:
@@ -34,6 +34,8 @@ def _random_rows(name: str, num_rows: int = 5, length: int = 768) -> np.ndarray:
     for at in HALVES[name]:
         scales = rng.standard_normal(rows.shape[:2]).astype(np.float16)
         rows[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if name == "MXFP4":  # the first byte is an exponent
+        rows[..., 0] = rng.integers(120, 134, rows.shape[:2])
     rows[0, 0] = 0  # a block of zeros
     return rows.reshape(num_rows, -1)
 
