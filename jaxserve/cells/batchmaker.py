@@ -63,7 +63,11 @@ class _Pins:
       workers: of each head, a worker, `_FREE` or `_SEVERAL`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
+        # [worker, value of `workers`]: whether the worker may run it; `_FREE` is the last column.
+        self._may_run = np.zeros((num_workers, num_workers + 2), np.bool_)
+        np.fill_diagonal(self._may_run, True)
+        self._may_run[:, _FREE] = True
         self._rows = np.zeros((4, 0), np.int64)
         self._num_released = 0
         self._grow(64)
@@ -81,8 +85,7 @@ class _Pins:
         self._num_released += 1
 
     def may_run(self, nodes: np.ndarray, worker: int) -> np.ndarray:
-        workers = self.workers[self.heads[nodes]]
-        return (workers == worker) | (workers == _FREE)
+        return self._may_run[worker][self.workers[self.heads[nodes]]]
 
     def in_order(self, nodes: np.ndarray) -> np.ndarray:
         """Return nodes in the order in which their subgraphs were released."""
@@ -148,7 +151,9 @@ class _NodeQueue:
 
     def num_for(self, worker: int) -> int:
         """Return how many nodes a worker may run; with several workers, a batch at most."""
-        return self.num_ready if self.pins is None else len(self.next(worker))
+        if self.pins is None or not self.num_ready:
+            return self.num_ready
+        return len(self.next(worker))
 
     def push(self, head: int, nodes: np.ndarray) -> None:
         self._released[head] = nodes
@@ -159,26 +164,40 @@ class _NodeQueue:
 
     def next(self, worker: int) -> np.ndarray:
         """Return the nodes of a worker's next task; `replace` then removes them."""
-        most, pins = self.type.max_batch, self.pins
+        most = self.type.max_batch
+        if self.pins is None:
+            self._fill(most)
+            return self.front[:most]
+        self._taken = np.flatnonzero(self.pins.may_run(self.front, worker))[:most]
+        while len(self._taken) < most and self._released:
+            self._fill(len(self.front) + most - len(self._taken))
+            self._taken = np.flatnonzero(self.pins.may_run(self.front, worker))[:most]
+        return self.newest
+
+    @property
+    def newest(self) -> np.ndarray:
+        """The nodes that `next` returned, until the front changes."""
+        return self.front[self._taken]
+
+    def _fill(self, num: int) -> None:
+        """Move released subgraphs to the front, until it has a number of nodes."""
+        num -= len(self.front)
         parts = [self.front]
-        num = len(self.front) if pins is None else pins.may_run(self.front, worker).sum()
-        while num < most and self._released:
+        while num > 0 and self._released:
             _, nodes = self._released.popitem(last=False)
             parts.append(nodes)
-            num += len(nodes) if pins is None else pins.may_run(nodes, worker).sum()
+            num -= len(nodes)
         if len(parts) > 1:
             self.front = np.concatenate(parts)
-        if pins is None:
-            return self.front[:most]
-        self._taken = np.flatnonzero(pins.may_run(self.front, worker))[:most]
-        return self.front[self._taken]
 
     def replace(self, num: int, nodes: np.ndarray) -> None:
         """Replace the `num` nodes of `next` by nodes of the same subgraphs, in order."""
         self.num_ready += len(nodes) - num
-        if self.pins is not None:
-            rest = np.delete(self.front, self._taken)
-            self.front = self.pins.in_order(np.concatenate([nodes, rest]))
+        if self.pins is not None and num < len(self.front):
+            is_left = np.ones(len(self.front), np.bool_)
+            is_left[self._taken] = False
+            both = np.concatenate([nodes, self.front[is_left]])
+            self.front = self.pins.in_order(both) if len(nodes) else both
             return
         rest = self.front[num:]
         self.front = np.concatenate([nodes, rest]) if len(nodes) and len(rest) else rest
@@ -196,6 +215,7 @@ class _NodeQueue:
 _IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
 # Rows of `BatchMakerScheduler._state`.
 _NUM_ROWS = len(_IS_NODE) + 5
+_NO_EDGES: tuple[Sequence[int], Sequence[int]] = ((), ())
 # Replaces the count of a cancelled graph's remaining nodes: it never becomes 0.
 _NEVER = -1
 
@@ -235,7 +255,7 @@ class BatchMakerScheduler:
         max_tasks_to_submit: int,
         releases_at_submission: bool,
     ):
-        self._pins = _Pins() if num_workers > 1 else None
+        self._pins = _Pins(num_workers) if num_workers > 1 else None
         self._queues = [_NodeQueue(type, index, self._pins) for index, type in enumerate(types)]
         # Highest priority first; of equal ones, the first of the runtime's cells.
         self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
@@ -307,7 +327,7 @@ class BatchMakerScheduler:
         parts: list[np.ndarray] = []
         all_sizes: list[int] = []
         while len(all_sizes) < self._max_tasks:
-            nodes = queue.next(worker)
+            nodes = queue.next(worker) if parts or self._pins is None else queue.newest
             if not len(nodes) or (parts and len(nodes) < queue.type.min_batch):
                 break
             num_ready, sizes = len(nodes), [len(nodes)]
@@ -418,13 +438,9 @@ class BatchMakerScheduler:
             pins.complete(tasks.array, are_loops=is_loop)
         if not is_loop:
             if pins is not None or not self._releases_early:
-                nodes = tasks.array[self._is_over[tasks.array] == 0]  # not cancelled
-                heads = self._successors(nodes, self._outer, 1)
-                if not self._releases_early:
-                    self._release(heads)
-                elif pins is not None:
-                    waited = pins.complete_before(heads)
-                    self._push_all(waited[self._outer_left[waited] == 0])
+                heads = self._successors(tasks.array, self._outer, 1)
+                if len(heads):
+                    self._completed_before(heads[self._is_over[heads] == 0])  # not cancelled
             return self._left_by(tasks.array)
         found: list[int] = []
         for nodes, own in zip(tasks.arrays(), ended or repeat(()), strict=bool(ended)):
@@ -433,6 +449,14 @@ class BatchMakerScheduler:
                 self._release(self._successors(over, self._outer, 1))
                 found += self._left_by(over)
         return found
+
+    def _completed_before(self, heads: np.ndarray) -> None:
+        """Record that nodes before these subgraphs have completed, one for each edge."""
+        if not self._releases_early:
+            self._release(heads)
+        elif self._pins is not None:
+            waited = self._pins.complete_before(heads)
+            self._push_all(waited[self._outer_left[waited] == 0])
 
     def _left_by(self, nodes: np.ndarray) -> list[int]:
         owners = self._owner[nodes]
@@ -450,7 +474,7 @@ class BatchMakerScheduler:
         np.subtract.at(self._inner_left, after, 1)
         if self._releases_early:
             heads = self._successors(nodes, self._outer, 1)
-            if self._pins is not None:
+            if self._pins is not None and len(heads):
                 self._pins.submit_before(heads, worker)
             self._release(heads)
         return self._last_of_each(after[self._inner_left[after] == 0])
@@ -505,7 +529,7 @@ class BatchMakerScheduler:
             if successor >= 0:
                 each.append(successor)
             elif successor < NO_SUCCESSOR:
-                each += self._several[node][kind]
+                each += self._several.get(node, _NO_EDGES)[kind]  # none if it was cancelled
         return np.array(each, np.int64)
 
     def _last_of_each(self, nodes: np.ndarray) -> np.ndarray:
