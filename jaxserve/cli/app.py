@@ -9,6 +9,7 @@ import typer
 from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.conversations import conversations_app
+from jaxserve.cli.embed import embed
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
 from jaxserve.cli.plan import plan
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(embed)
 app.command()(serve)
 app.command()(bench)
 app.command()(plan)

@@ -91,7 +91,7 @@ def generate(
         is_long = sum(job.params.n * (job.params.max_tokens or inf) for job in jobs) > _FEW_TOKENS
         answers = processes.join()
         with (
-            _sink(output if answers else None) as sink,
+            opened(output if answers else None) as sink,
             service_options.open(model, huge_pages=is_long) as service,
         ):
             tokenizer = service.tokenizer
@@ -128,7 +128,8 @@ def _read_jobs(
     return jobs
 
 
-def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
+def opened(output: Path | None) -> AbstractContextManager[TextIO]:
+    """Return a file to write to, or stdout."""
     if output is None:
         return nullcontext(sys.stdout)
     try:
@@ -173,7 +174,7 @@ def from_arguments(prompts: Sequence[str], params: SamplingParams) -> list[Batch
 
 
 def from_text_file(path: Path, params: SamplingParams) -> list[BatchJob]:
-    return from_arguments([line for line in _lines(path) if line.strip()], params)
+    return from_arguments([line for line in lines_of(path) if line.strip()], params)
 
 
 def from_jsonl(path: Path, params: SamplingParams) -> list[BatchJob]:
@@ -183,7 +184,7 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[BatchJob]:
     with sampling parameters that differ from `params`; another line is an InvalidRequestError.
     """
     jobs = []
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
         try:
@@ -228,7 +229,8 @@ def to_json_line(job: BatchJob, completion: Completion) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a text file; raise InvalidRequestError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split("\n")  # JSON may contain other separators
     except (OSError, UnicodeDecodeError) as error:

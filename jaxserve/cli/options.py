@@ -341,6 +341,13 @@ class ServiceOptions:
             "as '<|end|>'; may be given several times.",
         ),
     ] = None
+    reranker: Annotated[
+        str | None,
+        _runtime(
+            "--reranker",
+            text="qwen3 for an original Qwen3-Reranker, which ranks by its answers yes and no.",
+        ),
+    ] = None
     adapter: Annotated[
         list[str] | None,
         _runtime(

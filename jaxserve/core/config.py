@@ -20,6 +20,9 @@ _OUTGOING_SHARE = 64
 # The same for pages from the host. The other sequences of the step wait for them.
 _INCOMING_PAGES = 64
 _INCOMING_SHARE = 256
+# What a request that pools gets: its prompt's last hidden state, the mean of all, or the logits of
+# the model's labels for the last one.
+POOLINGS = ("last", "mean", "labels")
 # Tokens that a kernel computes together: a part of a tile takes as long as a whole one.
 _TILE = 8
 
@@ -80,6 +83,7 @@ class EngineConfig:
     # not continue a sequence then, so none are kept or shared.
     has_slot_state: bool = False
     max_adapters: int = 0  # maximum number of adapters; 0 for steps without adapters
+    pooling: str = "last"  # one of `POOLINGS`
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):

@@ -82,6 +82,10 @@ class InvalidRequestError(JaxserveError, ValueError):
     """A request that cannot be served as given; other requests are not affected."""
 
 
+class OtherTaskError(InvalidRequestError):
+    """A call that this model does not serve, such as `generate` of a classifier."""
+
+
 class EmptyPromptError(InvalidRequestError):
     """A prompt without tokens."""
 

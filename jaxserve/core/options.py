@@ -19,6 +19,9 @@ KV_DTYPES = ("int8", "float8_e4m3fn")
 QUANTIZE = ("bf16", "int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
+# Ways in which a model of tokens ranks texts.
+RERANKERS = ("qwen3",)
+
 # Sources of proposals for the next tokens.
 SPECULATIONS = ("lookup", "draft")
 
@@ -153,6 +156,9 @@ class RuntimeOptions:
         depend on other requests. On CPUs True changes nothing, and is allowed in float32 without
         tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs, dense models
         are then computed by kernels that fix the order of sums (docs/batch_invariance.md).
+      reranker: how a model of tokens ranks texts, "qwen3" for an original Qwen3-Reranker, which
+        answers "yes" or "no" to its own prompt; None for a model that does not, and for one with a
+        head for a label, whose files say it (docs/embeddings.md).
       end_tokens: tokens that end an answer, in addition to those that the model declares: texts
         such as "<|end|>", or ids.
       seed: seed for the requests that have none.
@@ -205,6 +211,7 @@ class RuntimeOptions:
     max_adapter_rank: int | None = None
     adapter_dtype: str | None = None
     deterministic: bool = False
+    reranker: str | None = None
     end_tokens: Sequence[str | int] = ()
     seed: int = 0
     warmup: bool | str = "background"
@@ -331,6 +338,10 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"speculation={self.speculation!r} with draft_model={self.draft_model!r}; pass "
                 "both speculation='draft' and a draft_model, or omit draft_model"
+            )
+        if self.reranker not in (None, *RERANKERS):
+            raise InvalidConfigError(
+                f"reranker={self.reranker!r} is unknown; pass one of {RERANKERS}, or omit it"
             )
         if self.restore not in (None, *RESTORES):
             raise InvalidConfigError(

@@ -266,6 +266,8 @@ class Completion:
     Attributes:
       predicted_tokens: predicted mean length of each sample, at most `params.max_tokens`;
         None without a predictor.
+      pooled: float32 [width] of a request that `pools`: the pooled hidden state, neither normalised
+        nor cut, or the logits of the model's labels. None for other requests.
     """
 
     request_id: str
@@ -275,6 +277,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     conversation_id: str | None = None
     predicted_tokens: int | None = None
+    pooled: np.ndarray | None = field(default=None, compare=False)
     error: JaxserveError | None = field(default=None, compare=False)
 
     @property

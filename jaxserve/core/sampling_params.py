@@ -171,6 +171,9 @@ class SamplingParams:
         are the model's log-probabilities, before penalties, bias and temperature; see
         `TokenLogprob` for those after.
       prompt_logprobs: the same for every prompt token except the first.
+      pools: return `Completion.pooled`, the model's state or its labels' logits for the prompt, and
+        no token. `Runtime.embed`, `classify` and `rerank` make such requests. Of the other fields
+        only `adapter` counts.
       forced_length: for measurements, the exact number of output tokens, unless a stop ends the
         output earlier: one number for all samples, or one per sample. It is hidden from policies.
       skip_special_tokens: omit special tokens from `text`.
@@ -211,6 +214,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pools: bool = False
     forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     latency_bound: float | None = None
@@ -258,8 +262,11 @@ class SamplingParams:
 
     @property
     def only_scores(self) -> bool:
-        """Whether it asks for log-probabilities of the prompt and one token, as `rt.score` does."""
-        return self.prompt_logprobs is not None and self.max_tokens == 1
+        """Whether it asks for what the model makes of the prompt and for no answer.
+
+        `Runtime.score` asks for log-probabilities and one token.
+        """
+        return self.pools or (self.prompt_logprobs is not None and self.max_tokens == 1)
 
     @property
     def is_constrained(self) -> bool:
@@ -335,6 +342,8 @@ class SamplingParams:
             object.__setattr__(self, name, number)
 
     def _check_contradictions(self) -> None:
+        if self.pools:
+            self._check_pools()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
@@ -371,6 +380,19 @@ class SamplingParams:
                 f"logit_bias has {len(self.logit_bias or ())} tokens, and at most "
                 f"{MAX_LOGIT_BIAS} are allowed; keep the most important ones"
             )
+
+    def _check_pools(self) -> None:
+        for name in ("n", "logprobs", "prompt_logprobs", "forced_length", "min_tokens", "stop"):
+            given = getattr(self, name)
+            if given not in (None, (), 0, 1) or (given is not None and "logprobs" in name):
+                raise InvalidSamplingParamsError(
+                    f"{name}={given!r} with pools=True, which returns no token; omit one of them"
+                )
+        for name, is_given in (("a grammar", self.is_constrained), ("a bound", self.bounds)):
+            if is_given:
+                raise InvalidSamplingParamsError(
+                    f"{name} with pools=True, which returns no token; omit one of them"
+                )
 
 
 def _whole(name: str, value: object, low: float, high: float, *, optional: bool = False) -> None:

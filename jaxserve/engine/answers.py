@@ -258,6 +258,7 @@ class Answer:
             else None,
             conversation_id=self.request.conversation_id,
             predicted_tokens=_predicted_tokens(self.request),
+            pooled=None if first.pooled is None else first.pooled.mean,
             error=next((s.error for s in self.sequences if s.error is not None), None),
         )
 

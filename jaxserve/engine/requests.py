@@ -6,6 +6,7 @@ import itertools
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 from jaxserve.core.errors import (
@@ -94,6 +95,7 @@ class RequestBuilder:
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
       encoder: what an encoder-decoder model adds to prompts; None for other models.
+      check_task: raises OtherTaskError for parameters of a task that the model does not serve.
       grammars: compiles the grammars of requests; None without a tokenizer.
     """
 
@@ -107,6 +109,7 @@ class RequestBuilder:
         seed: int,
         encoder: EncoderPrompts | None = None,
         grammars: Grammars | None = None,
+        check_task: Callable[[SamplingParams], None] = lambda _: None,
     ):
         self._grammars = grammars
         self._tokenizer = tokenizer
@@ -115,6 +118,7 @@ class RequestBuilder:
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._encoder = encoder
+        self._check_task = check_task
         self._numbers = itertools.count()
 
     def build(
@@ -143,9 +147,10 @@ class RequestBuilder:
                 f"priority={reprlib.repr(priority)} is not allowed; pass a whole number of "
                 f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
             )
+        self._check_task(params)
         deadline_at_s = deadline_at(deadline_s, arrival_s)
         stop_token_ids = self._check_params(params)
-        tokens = self.prompt_tokens(prompt)
+        tokens = self.prompt_tokens(prompt, pools=params.pools)
         grammar = self._compiled(params)
         num_encoded = num_padding = 0
         if self._encoder is not None:
@@ -166,10 +171,13 @@ class RequestBuilder:
             grammar=grammar,
         )
 
-    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the tokens of a prompt that can be served; InvalidRequestError for any other."""
-        tokens = self._tokens(prompt)
-        self._check_tokens(tokens)
+    def prompt_tokens(self, prompt: Prompt, *, pools: bool = False) -> tuple[int, ...]:
+        """Return the tokens of a prompt that can be served; InvalidRequestError for any other.
+
+        One that is pooled may fill the context, and a chat has no beginning of an answer then.
+        """
+        tokens = self._tokens(prompt, pools=pools)
+        self._check_tokens(tokens, self._max_prompt_tokens() + pools)
         return tokens
 
     def build_item(self, item: WorkloadItem, arrival_s: float) -> Request:
@@ -182,7 +190,7 @@ class RequestBuilder:
             deadline_s=item.deadline_s,
         )
 
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+    def _tokens(self, prompt: Prompt, *, pools: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if not prompt:
                 raise EmptyPromptError("the prompt is an empty string; pass at least one character")
@@ -195,7 +203,8 @@ class RequestBuilder:
         if set(map(type, items)) == {int}:  # the usual case, and histories are long
             return tuple(items)
         if all(isinstance(item, Mapping) for item in items):
-            return _encoded(self._need_tokenizer("a chat").apply_chat_template, items)
+            render = self._need_tokenizer("a chat").apply_chat_template
+            return _encoded(partial(render, add_generation_prompt=not pools), items)
         try:
             if all(_is_token(item) for item in items):
                 return tuple(operator.index(item) for item in items)
@@ -214,7 +223,7 @@ class RequestBuilder:
             )
         return self._tokenizer
 
-    def _check_tokens(self, tokens: tuple[int, ...]) -> None:
+    def _check_tokens(self, tokens: tuple[int, ...], most: int) -> None:
         if not tokens:
             raise EmptyPromptError(
                 "the prompt has no tokens after tokenization; pass some text that is not empty"
@@ -225,7 +234,6 @@ class RequestBuilder:
                 f"token id {bad[0]} ({len(bad)} such in the prompt) is outside the vocabulary of "
                 f"{self._vocab_size}; ids range from 0 to {self._vocab_size - 1}"
             )
-        most = self._max_prompt_tokens()
         if len(tokens) > most and self._encoder is not None:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} fit in one step of the "

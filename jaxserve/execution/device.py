@@ -14,7 +14,7 @@ from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor, PromptPart, SubmittedStep
+from jaxserve.execution.executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,
@@ -292,14 +292,20 @@ class DeviceExecutor(ModelExecutor):
         incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
         hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
+        pool = partial(self._programs.pool, self._params, hidden, row_hidden, batch)
+        pooled = PooledPart.of(list(zip(order, rows, strict=True)), pool)
+        parts = () if pooled is None else (pooled,)
         sampling = [i for i in computed if plan.rows[i].samples]
         if not sampling:
-            return SubmittedStep(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+            none = np.empty(0, np.int32)
+            return SubmittedStep(plan, needs, row_hidden, (), none, prompt_parts, parts)
         choose = self._verify if plan.has_proposals else self._sample
         self._slots.state, outputs = choose(plan, sampling, row_hidden, tapped, needs.variant)
         output_rows = np.full(len(plan.rows), -1, np.int32)
         output_rows[sampling] = np.arange(len(sampling))
-        return SubmittedStep(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
+        return SubmittedStep(
+            plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts, parts
+        )
 
     def _encode(self, batch: MixedBatch) -> jax.Array:
         programs, params, slots = self._programs, self._params, self._slots.state
@@ -500,6 +506,10 @@ class DeviceWarmup:
         yield from self._variant(Variant.RANDOM, _LARGER)
         yield from self._variant(Variant.FULL, slice(None))
         yield from map(self._scores, tokens)
+        if self._config.pooling == "mean":
+            yield from map(self._means, tokens)
+        if self._config.pooling == "labels":
+            yield "logits of labels", self._labels
         if self._takes_masks:
             yield from self._edits_for_grammars
             yield from self._masked_heads()
@@ -536,6 +546,19 @@ class DeviceWarmup:
 
     def _scores(self, num_tokens: int) -> _Step:
         return f"scores of prompts, {num_tokens} tokens", partial(self._prompt_scores, num_tokens)
+
+    def _means(self, num_tokens: int) -> _Step:
+        return f"means of prompts, {num_tokens} tokens", partial(self._pooled_rows, num_tokens)
+
+    def _pooled_rows(self, num_tokens: int) -> None:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        hidden, _, _ = self._outputs(num_tokens)
+        num_pooled = np.zeros(self._config.max_slots, np.int32)
+        self._programs.pool_rows.prepare(hidden, batch, num_pooled)
+
+    def _labels(self) -> None:
+        _, row_hidden, _ = self._outputs(self._config.coarse_token_buckets[0])
+        self._programs.score_labels.prepare(self._params, row_hidden)
 
     def _mixed(self, num_tokens: int, incoming: Any) -> jax.stages.Compiled:
         batch, _ = pack_rows(self._config, (), num_tokens)

@@ -324,6 +324,28 @@ class PromptPart:
 
 
 @final
+@dataclass(frozen=True)
+class PooledPart:
+    """What the pooling rows of a mixed step deliver: [slots, width], and where each row is."""
+
+    array: jax.Array
+    places: dict[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[tuple[int, Row]],
+        pool: Callable[[Sequence[Row]], jax.Array],
+    ) -> Self | None:
+        """Return the part of the rows that pool; None without any.
+
+        `rows` are those of the batch, in its order, with their indices in the plan.
+        """
+        places = {i: place for place, (i, row) in enumerate(rows) if row.num_pooled}
+        return cls(pool([row for _, row in rows]), places) if places else None
+
+
+@final
 class SubmittedStep:
     """A step on the device, whose results `collect` reads.
 
@@ -334,6 +356,7 @@ class SubmittedStep:
       output_rows: int32 [plan rows], the index of each row in the concatenated parts; -1 for a row
         that does not sample.
       prompt_part: prompt log-probabilities; None if no row returns them.
+      pooled: what rows that pool deliver, in one part per micro-batch; may be empty.
     """
 
     def __init__(
@@ -344,6 +367,7 @@ class SubmittedStep:
         outputs: Sequence[Outputs],
         output_rows: np.ndarray,
         prompt_part: PromptPart | None = None,
+        pooled: Sequence[PooledPart] = (),
     ):
         self._plan = plan
         self._needs = needs
@@ -351,6 +375,7 @@ class SubmittedStep:
         self._outputs = outputs
         self._output_rows = output_rows
         self._prompt_part = prompt_part
+        self._pooled = pooled
         for array in self._wanted():
             array.copy_to_host_async()
 
@@ -359,23 +384,30 @@ class SubmittedStep:
 
     def collect(self) -> StepResult:
         num_rows = len(self._plan.rows)
+        pooled = self._pooled_rows()
+        is_broken = [i for i, each in (pooled or {}).items() if not np.isfinite(each).all()]
         if not self._outputs:
             self._marker.block_until_ready()
             tokens = np.zeros((num_rows, 1), np.int32)
             counts = np.zeros(num_rows, np.int32)
             finite = np.ones(num_rows, np.bool_)
-            return StepResult(tokens, counts, finite, prompt_logprobs=self._prompt_logprobs())
+            finite[is_broken] = False
+            scores = self._prompt_logprobs()
+            return StepResult(tokens, counts, finite, prompt_logprobs=scores, pooled=pooled)
         samples = self._output_rows >= 0
         needs = self._needs
+        finite = self._by_row("finite") | ~samples
+        finite[is_broken] = False
         return StepResult(
             tokens=self._by_row("tokens"),
             num_tokens=np.where(samples, self._by_row("num_tokens"), 0),
-            finite=self._by_row("finite") | ~samples,
+            finite=finite,
             logprobs=self._by_row("logprobs") if needs.logprobs else None,
             processed_logprobs=self._by_row("processed_logprobs") if needs.logprobs else None,
             top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
             top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
+            pooled=pooled,
             remaining=self._by_row_if_any("remaining"),
             proposals=self._by_row_if_any("proposals"),
         )
@@ -396,10 +428,21 @@ class SubmittedStep:
             for row, span in self._prompt_part.spans.items()
         }
 
+    def _pooled_rows(self) -> dict[int, np.ndarray] | None:
+        if not self._pooled:
+            return None
+        found: dict[int, np.ndarray] = {}
+        for part in self._pooled:
+            array = np.asarray(part.array)
+            for row, place in part.places.items():  # a row may be cut into several micro-batches
+                found[row] = found.get(row, np.float32(0)) + array[place].astype(np.float32)
+        return found
+
     def _wanted(self) -> list[jax.Array]:
         wanted: list[jax.Array | None] = []
         if self._prompt_part is not None:
             wanted += self._prompt_part.arrays
+        wanted += [part.array for part in self._pooled]
         for out in self._outputs:
             wanted += [out.tokens, out.num_tokens, out.finite]
             wanted += [out.logprobs, out.processed_logprobs] if self._needs.logprobs else []

@@ -151,6 +151,7 @@ class SimulatedExecutor(Executor):
             num_tokens=np.zeros(len(plan.rows), np.int32),
             finite=np.ones(len(plan.rows), np.bool_),
             proposals=self._no_proposals(plan),
+            pooled={},
         )
         if plan.is_decode_loop and self._is_predictable:
             prefilled, decoded = 0, self._decode_at_once(plan, result)
@@ -273,6 +274,8 @@ class SimulatedExecutor(Executor):
                     self._encode(slot, row)
                 elif self._reads_context:
                     self._write(slot, start, row.num_tokens)
+                if row.num_pooled and result.pooled is not None:
+                    result.pooled[index] = self._pool(slot, start + row.num_tokens, row.num_pooled)
                 if left[index]:
                     left[index] -= 1
                     self._sample(slot, index, result)
@@ -386,6 +389,11 @@ class SimulatedExecutor(Executor):
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]
         return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
+
+    def _pool(self, slot: _Slot, end: int, num_tokens: int) -> np.ndarray:
+        """Return a number of the contexts of `num_tokens` tokens up to `end`, exact in a sum."""
+        read = range(end - num_tokens, end if self._reads_context else 0)
+        return np.array([sum(self._read(slot, position) % 997 for position in read)], np.float32)
 
     def _read(self, slot: _Slot, position: int) -> int:
         return int(self._cells[self._cell(slot, position)])

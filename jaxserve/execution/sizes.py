@@ -103,6 +103,7 @@ def engine_config(
         has_encoder=model_config.has_encoder,
         has_slot_state=has_states,
         max_adapters=options.max_adapters,
+        pooling=model_config.pooling.kind if model_config.labels is None else "labels",
     )
 
 

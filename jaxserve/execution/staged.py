@@ -18,7 +18,7 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor, PromptPart, SubmittedStep
+from jaxserve.execution.executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,
@@ -82,14 +82,16 @@ def micro_batches(
     batch: list[tuple[int, Row]] = []
     left = size
     for i, row in rows:
-        start, tokens = row.start, row.num_tokens
+        start, tokens, pooled = row.start, row.num_tokens, row.num_pooled
+        own = row.slot, row.sequence_key
         while tokens > left:
+            num = max(0, pooled - (tokens - left))
             if left:
-                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
+                batch.append((i, Row(*own, start, left, max_new_tokens=0, num_pooled=num)))
             yield batch
-            start, tokens = start + left, tokens - left
+            start, tokens, pooled = start + left, tokens - left, pooled - num
             batch, left = [], size
-        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
+        batch.append((i, Row(*own, start, tokens, row.max_new_tokens, num_pooled=pooled)))
         left -= tokens
     yield batch
 
@@ -153,6 +155,7 @@ class StagedSteps:
         outputs: list[Outputs] = []
         output_rows = np.full(len(plan.rows), -1, np.int32)
         prompt_part = None
+        pooled: list[PooledPart] = []
         num_outputs = 0
         for batch in batches:
             batch = [batch[i] for i in sampling_first([row for _, row in batch])]
@@ -167,13 +170,21 @@ class StagedSteps:
             late = ()
             if any(row.wants_prompt_logprobs for row in plan.rows):
                 prompt_part = self.prompt_part(parts, starts, packed, hidden)
+            pool = partial(self.pool, hidden, marker, packed)
+            if (found := PooledPart.of(parts, pool)) is not None:
+                pooled.append(found)
             if sampling:
                 choose = self._verify if plan.has_proposals else self._sample_rows
                 outputs.append(choose(plan, sampling, marker, needs.variant))
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(outputs[-1].num_tokens)
         marker = outputs[-1].tokens if outputs else marker
-        return SubmittedStep(plan, needs, marker, outputs, output_rows, prompt_part)
+        return SubmittedStep(plan, needs, marker, outputs, output_rows, prompt_part, pooled)
+
+    def pool(self, hidden: Any, row_hidden: Any, packed: Any, rows: Sequence[Row]) -> jax.Array:
+        last = self._stages[-1]
+        with last.programs.place.in_force():
+            return last.programs.pool(last.params, hidden, row_hidden, packed, rows)
 
     def pass_through(
         self, packed: Any, late: PageCopies = (), *, brings_pages: bool = False
@@ -408,6 +419,7 @@ class StagedWarmup:
         batch, _ = pack_rows(self._config, (), num_tokens)
         hidden, row_hidden = self._steps.pass_through(batch, brings_pages=brings_pages)
         self._steps.prompt_part((), (), batch, hidden)
+        self._steps.pool(hidden, row_hidden, batch, ())
         return row_hidden
 
     def _head(self, variant: Variant, num_rows: int) -> None:

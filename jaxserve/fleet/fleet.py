@@ -33,6 +33,7 @@ from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray, sent_params
 from jaxserve.fleet.replica import ReplicaState, Started, make_call
 from jaxserve.fleet.seats import FleetUpdate
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read
@@ -210,6 +211,11 @@ class Fleet:
             f"adapter {name!r} is not loaded: replicas on Ray load no adapters; serve them with a "
             "Runtime"
         )
+
+    @property
+    def model_config(self) -> DecoderConfig:
+        """The configuration of the model."""
+        return self._started[0].model_config
 
     @property
     def vocab_size(self) -> int:

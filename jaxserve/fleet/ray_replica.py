@@ -204,7 +204,7 @@ class ReplicaActor:
             max_context=runtime.config.max_context,
             max_length=runtime.max_length,
             max_prompt_tokens=runtime.config.max_prompt_tokens,
-            vocab_size=runtime.model_config.vocab_size,
+            model_config=runtime.model_config,
             num_host_pages=runtime.config.num_host_pages,
         )
 

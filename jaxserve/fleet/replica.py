@@ -12,6 +12,7 @@ from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import PieceSink
 from jaxserve.engine.device_loop import Running
+from jaxserve.models.config import DecoderConfig
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.weight_update import WeightUpdate
 from jaxserve.scheduling.router import page_hashes
@@ -56,11 +57,11 @@ def pays(call: ReplicaCall, num_cached: int, page_size: int) -> bool:
     """Return whether a prefill replica should compute the prompt of a call.
 
     It should not if the prompt has no full page, if an answering replica has half of its pages
-    (`num_cached` leading ones), if its log-probabilities are wanted, or if the request has a
-    latency bound of its own.
+    (`num_cached` leading ones), if its log-probabilities or pooled states are wanted, or if the
+    request has a latency bound of its own.
     """
     params = call.params
-    if params.prompt_logprobs is not None or params.bounds:
+    if params.only_scores or params.prompt_logprobs is not None or params.bounds:
         return False
     return call.num_prompt_tokens > page_size and 2 * num_cached < max(1, len(call.pages))
 
@@ -153,8 +154,12 @@ class Started:
     max_context: int
     max_length: int
     max_prompt_tokens: int
-    vocab_size: int
+    model_config: DecoderConfig
     num_host_pages: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
 
 
 @final

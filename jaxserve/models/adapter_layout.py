@@ -19,7 +19,7 @@ from jaxserve.models.adapter_source import AdapterSource
 from jaxserve.models.adapters import AdaptedWeight
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.models.families import family_of
+from jaxserve.models.families import weights_of
 from jaxserve.models.linear import WeightAxes
 from jaxserve.models.loading import abstract_model, prefix_of, with_prefix
 from jaxserve.models.weights import Weight, WeightSource
@@ -60,8 +60,7 @@ class AdapterLayout:
         max_rank: int,
         dtype: str | None = None,
     ):
-        family = family_of(config)
-        table = family.weights(config)
+        table = weights_of(config)
         _, dense = abstract_model(config, layer_layout=layer_layout)
         flat = nnx.to_flat_state(dense)
         targets = (_Target.of(path, v, table, max_rank, dtype) for path, v in flat)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, final
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.models.pooling import Labels, Pooling
 from jaxserve.models.recurrence import Recurrence
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
@@ -78,6 +79,10 @@ class DecoderConfig:
       rotated_layers: whether each layer rotates queries and keys; all do by default.
       recurrence: the states of recurrent layers; None for a model without any.
       experts: the mixture of experts of layers that have one; None for a model without any.
+      labels: what the model scores; None for a model without labels.
+      pooling: how texts become embeddings.
+      generates: whether the logits are those of tokens. A classifier, and a checkpoint without a
+        head, generate nothing; their `logits`, by the embedding, have no meaning.
       decoder_start_token_id: the first token of an encoder-decoder model's answers; None for a
         model without an encoder.
     """
@@ -123,6 +128,9 @@ class DecoderConfig:
     recurrence: Recurrence | None = None
     experts: ExpertsConfig | None = None
     decoder_start_token_id: int | None = None
+    labels: Labels | None = None
+    pooling: Pooling = Pooling()
+    generates: bool = True
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:
@@ -216,6 +224,17 @@ class DecoderConfig:
     def default_context(self) -> int:
         """The context in tokens of a runtime whose options do not set one."""
         return self.max_position_embeddings
+
+    @property
+    def output_size(self) -> int:
+        """The width of the hidden states after the last layer."""
+        return self.hidden_size
+
+    def without_token_head(self, labels: Labels | None = None) -> Self:
+        """Return the configuration of the model without its head, or with one for labels."""
+        return replace(
+            self, labels=labels, generates=False, tie_word_embeddings=True, lm_head_bias=False
+        )
 
     @property
     def has_encoder(self) -> bool:

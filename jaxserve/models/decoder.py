@@ -5,6 +5,7 @@ blocks        one `Block` for each layer, or one block with the parameters of al
 norm          of the last hidden state
 lm_head       [embed, vocab]     absent if it is tied to the embedding
 lm_head_bias  [vocab]            if the config has it
+score         [hidden, labels]   if the model has a head for labels
 
 A decoder can be a part of a model, for a stage of a stage plan: some of the layers, with the
 embedding in the first part and the norm and the logits in the last.
@@ -12,7 +13,7 @@ embedding in the first part and the norm and the logits in the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, Self, final
 
@@ -29,6 +30,7 @@ from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.pooling import Labels
 from jaxserve.models.rope import Rope, rope_tables
 from pallas_kernels import RopeTables, log_sum_exp
 
@@ -90,6 +92,9 @@ class Decoder(SumsRows):
             self._add_start(ends)
         if self.has_end:
             self._add_end(ends)
+        if self.has_end and config.labels is not None and not config.labels.token_ids:
+            shape = (config.output_size, len(config.labels.names))
+            self.score = ends.weight(("embed", None), shape, stays_dense=True)
         if layer_layout == "unrolled":
             new = ParamMaker(rngs, config.dtype)
             layers = range(config.num_layers)
@@ -219,6 +224,20 @@ class Decoder(SumsRows):
         scale = self.config.logits_scale
         logits = logits if scale is None else logits * scale
         return soft_capped(logits, self.config.logits_soft_cap)
+
+    def labelled(self, labels: Labels) -> Self:
+        """Return this model with labels whose logits are those of tokens; it shares all arrays."""
+        model = nnx.merge(*nnx.split(self))
+        model.config = replace(self.config, labels=labels)
+        return model
+
+    def label_logits(self, hidden: Float[Array, "rows hidden"]) -> Float32[Array, "rows labels"]:
+        """Return the logits of the model's labels for final hidden states."""
+        labels = self.config.labels
+        assert labels is not None, "a model without labels"
+        if labels.token_ids:
+            return self.logits(hidden)[:, jnp.asarray(labels.token_ids)]
+        return Linear(self.score)(hidden, None, out_dtype=jnp.float32)
 
     def _block_class(self, layer: int) -> type[Block]:
         """Return the class of a layer's block, by its kinds in the config.

@@ -34,6 +34,8 @@ _FOLDER_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^:@\s]+))?(?::(?P<file>[^:\s]+))?"

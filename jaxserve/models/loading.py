@@ -22,7 +22,7 @@ from flax import nnx
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout, Part
-from jaxserve.models.families import family_of
+from jaxserve.models.families import family_of, weights_of
 from jaxserve.models.family import Family
 from jaxserve.models.huge_pages import HugePages
 from jaxserve.models.linear import WeightAxes, replace_weights
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 # Parts of names that wrappers add.
 _ANYWHERE = r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
 _IN_FRONT = ("module.", "base_model.model.", "language_model.")
-_HEADS = ("lm_head.", "embed_out.")
+_HEADS = ("lm_head.", "embed_out.", "score.")
 # Tensors of models of images and text that their text model lacks.
 _IMAGES = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|image_newline)(?:\.|$)"
@@ -92,6 +92,12 @@ def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
     return _renamed(source, {n: n if n.startswith(_HEADS) else prefix + n for n in names})
 
 
+def is_bare(source: WeightSource, config: DecoderConfig) -> bool:
+    """Return whether a checkpoint is of the model without any head, by the names of its tensors."""
+    names = [re.sub(_ANYWHERE, "", name) for name in source.shapes()]
+    return not any(name.startswith((family_of(config).prefix, *_HEADS)) for name in names)
+
+
 def fitted(config: DecoderConfig, source: WeightSource) -> DecoderConfig:
     """Return the configuration corrected by these tensors, under their own names.
 
@@ -127,7 +133,7 @@ def _renamed(source: WeightSource, names: Mapping[str, str]) -> WeightSource:
 
 
 def tied_names(config: DecoderConfig) -> tuple[str, str]:
-    weights = family_of(config).weights(config)
+    weights = weights_of(config)
     return weights["embedding"].tensors[0].name, weights["lm_head"].tensors[0].name
 
 
@@ -202,7 +208,7 @@ def load_params(
     family = family_of(config)
     source = under_own_names(source, config)
     flat = nnx.to_flat_state(abstract_state)
-    table = family.weights(config)
+    table = weights_of(config)
     plan = {path: _Parameter(path, variable, table) for path, variable in flat}
     _check(plan, source, family, config, spare)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))

@@ -30,12 +30,14 @@ from jaxserve.models.loading import (
     WeightChange,
     abstract_model,
     fitted,
+    is_bare,
     load_params,
     random_params,
     timed,
     under_own_names,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
+from jaxserve.models.pooling import pooling_of
 from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in
 from jaxserve.models.quantised_folders.matrix import Method
@@ -129,7 +131,7 @@ def load_model(
     if resolved.kind == "folder":
         given = _config_json(path)
         method = method_in(path, given)
-        config = how.read(given)
+        config = replace(how.read(given), pooling=pooling_of(path, given))
         with timed("tokenizer"):
             tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
@@ -263,7 +265,11 @@ def _folder(
                 f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
                 "'int4' to round them"
             )
-        source = under_own_names(SafetensorsSource(path), config)
+        stored = SafetensorsSource(path)
+        source = under_own_names(stored, config)
+        if is_bare(stored, config) and not config.tie_word_embeddings:
+            _log.info("%s has no head: it embeds texts, and generates nothing", path)
+            config = config.without_token_head()
         config = fitted(config, source)
         return config, *_converted(config, source, how)
     if how.quantisation is not None and how.quantisation.rounds_weights:

@@ -159,6 +159,15 @@ class Tokenizer:
         (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return found.ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of a pair of texts, with the tokens that the model puts around."""
+        (found,) = self._backend.encode_batch_fast([(first, second)])
+        return found.ids
+
+    def encode_parts(self, parts: Sequence[str]) -> list[int]:
+        """Return the token ids of the joined parts; control tokens in every second one are text."""
+        return self._encode_parts(parts)
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, with spaces unchanged; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -53,6 +54,7 @@ from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import ObservedLengths, Planner
+from jaxserve.runtime.pooling import check_task
 from jaxserve.runtime.processes import claim, own_mesh, processes_of
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
@@ -241,6 +243,7 @@ def build_parts(
             seed=options.seed,
             encoder=_encoder_prompts(decoder.config, options.page_size),
             grammars=grammars,
+            check_task=partial(check_task, decoder.config),
         )
         adapters = Adapters(layout, places[0].params, replicas, options.max_adapters)
         intake = Intake(requests, replicas, tokenizer, clock, adapters, forecaster)

@@ -100,6 +100,10 @@ class Intake:
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return self._requests.prompt_tokens(prompt)
 
+    def pooled_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the tokens of a prompt whose states are pooled."""
+        return self._requests.prompt_tokens(prompt, pools=True)
+
     def encode(self, prompts: Any) -> Any:
         replicas = self._replicas.all
         config = replicas[0].executor.config
@@ -143,7 +147,7 @@ class Intake:
         self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
     ) -> list[Answer]:
         forecaster = self._forecaster
-        if forecaster is None:
+        if forecaster is None or all(request.params.only_scores for request in requests):
             return self._answers(requests, claimed, on_piece)
         asked = forecaster.ask(requests)
         try:

@@ -33,6 +33,7 @@ from jaxserve.runtime.build import build_parts, with_end_tokens
 from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read, submitted
 from jaxserve.runtime.planner import MAX_PAUSE_S
+from jaxserve.runtime.pooling import Classification, Ranked, as_reranker, classify, embed, rerank
 from jaxserve.runtime.scoring import score
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
@@ -100,6 +101,8 @@ class Runtime:
             self.options.end_tokens,
             cast(Any, model).config.vocab_size,
         )
+        if self.options.reranker is not None:
+            model = as_reranker(model, tokenizer)
         parts = build_parts(
             model, params, tokenizer, eos_token_ids, mesh, self.options, wrap_executor
         )
@@ -326,6 +329,104 @@ class Runtime:
           QueueFullError: more sequences than `max_waiting` would wait.
         """
         return score(self._intake, sequences, params, progress=progress)
+
+    def embed(
+        self,
+        texts: Any,
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        adapter: str | None = None,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Return the embeddings of some texts, as the files of the model say (docs/embeddings.md).
+
+        Without sentence-transformers' files it is the hidden state of a text's last token after the
+        last norm, normalised. Texts run in steps with other requests, long ones in several.
+
+        Args:
+          texts: a text or a list of texts, as prompts in `generate`; each at most `max_length`
+            tokens, with those that the tokenizer adds.
+          normalize: whether embeddings have length 1; by default as the model's files say.
+          dimensions: leading numbers of each embedding to keep, for models that were trained for it
+            (Matryoshka); by default all.
+          adapter: name of a loaded adapter.
+          progress: show a bar when it takes over two seconds; `options.progress` by default.
+
+        Returns:
+          float32 [texts, dimensions] for a list; [dimensions] for one text.
+
+        Raises:
+          OtherTaskError: the model is a classifier or an encoder-decoder.
+          InvalidRequestError: a text cannot be embedded, so none is; one of its subclasses.
+          QueueFullError: more texts than `max_waiting` would wait.
+        """
+        show = self.options.progress if progress is None else progress
+        return embed(
+            self._intake,
+            self.model_config,
+            texts,
+            normalize=normalize,
+            dimensions=dimensions,
+            adapter=adapter,
+            progress=show,
+        )
+
+    def classify(
+        self, texts: Any, *, adapter: str | None = None, progress: bool | None = None
+    ) -> Classification:
+        """Return the logits and probabilities of a classifier's labels, or rewards, for some texts.
+
+        Args:
+          texts: a text or a list of texts, as prompts in `generate`; a chat is rendered without the
+            beginning of an answer.
+          adapter, progress: as in `embed`.
+
+        Returns:
+          Arrays [texts, labels] for a list; [labels] for one text.
+
+        Raises:
+          OtherTaskError: the model has no labels.
+          InvalidRequestError: a text cannot be classified, so none is; one of its subclasses.
+          QueueFullError: more texts than `max_waiting` would wait.
+        """
+        show = self.options.progress if progress is None else progress
+        return classify(self._intake, self.model_config, texts, adapter=adapter, progress=show)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        adapter: str | None = None,
+        progress: bool | None = None,
+    ) -> list[Ranked]:
+        """Return documents by their relevance to a query, the most relevant first.
+
+        Args:
+          top_n: maximum number of documents to return; by default all.
+          instruction: the task, for a model whose prompt has one; by default a search of the web.
+          adapter, progress: as in `embed`.
+
+        Raises:
+          OtherTaskError: the model is not a reranker.
+          InvalidRequestError: a pair cannot be scored, so none is; one of its subclasses.
+          QueueFullError: more documents than `max_waiting` would wait.
+        """
+        show = self.options.progress if progress is None else progress
+        return rerank(
+            self._intake,
+            self.model_config,
+            self.tokenizer,
+            query,
+            documents,
+            top_n=top_n,
+            instruction=instruction,
+            adapter=adapter,
+            progress=show,
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""

@@ -11,6 +11,7 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import Prompt
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.pending import Params, Pending
 from jaxserve.runtime.stats import RuntimeStats
@@ -40,6 +41,11 @@ class Service(Protocol):
     @property
     def recovers(self) -> bool:
         """Whether requests are served after an EngineFailedError, for example by other replicas."""
+        ...
+
+    @property
+    def model_config(self) -> DecoderConfig:
+        """The model's configuration, which says whether it generates, embeds or classifies."""
         ...
 
     @property

@@ -44,6 +44,7 @@ class Row:
     Attributes:
       max_new_tokens: 0 for a row that does not sample.
       encodes: the encoder computes the row, a whole prompt without its padding.
+      num_pooled: its last tokens whose hidden states are pooled.
       proposed: its last tokens, if the slot's history does not have them yet. The step chooses a
         token before and after each of them, and the history continues with the chosen tokens as far
         as they equal the proposed ones, and with one more.
@@ -57,6 +58,7 @@ class Row:
     wants_prompt_logprobs: bool = False
     encodes: bool = False
     proposed: tuple[int, ...] = ()
+    num_pooled: int = 0
 
     @property
     def samples(self) -> bool:
@@ -255,6 +257,8 @@ class StepResult:
         no row asked.
       top_ids, top_logprobs: [rows, tokens, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
+      pooled: row index -> float32 [width], the sum of the row's pooled hidden states, or the logits
+        of the model's labels.
       remaining: float32 [rows, buckets], what a probe read at the choice of each sampling row's
         last token: logits of the number of tokens still to come, that one included. None without a
         probe; undefined in rows that did not sample.
@@ -271,6 +275,7 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
+    pooled: dict[int, np.ndarray] | None = None
     remaining: np.ndarray | None = None
     arrived: np.ndarray | None = None
     proposals: np.ndarray | None = None

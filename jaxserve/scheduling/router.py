@@ -46,6 +46,8 @@ def predicted_tokens(
     """
     room = max(0, max_context - num_prompt_tokens)
     answer = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.pools:
+        answer = 0
     if prediction is not None:
         answer = min(answer, prediction.expected_length)
     return num_prompt_tokens + params.n * answer

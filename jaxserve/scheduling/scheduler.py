@@ -28,7 +28,7 @@ from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.plan import Handover, PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
-from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.sequence import Phase, PooledPrompt, Sequence
 from jaxserve.scheduling.slack import Pace
 from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
@@ -40,6 +40,8 @@ MAX_LOST_HANDOVERS = 3
 
 def max_length(request: Request, config: EngineConfig) -> int:
     """Return the tokens of prompt and output at which an answer is cut."""
+    if request.params.pools:
+        return min(config.max_length, len(request.prompt))
     if request.params.max_tokens is None:
         return config.max_length
     return min(config.max_length, len(request.prompt) + request.params.max_tokens)
@@ -48,6 +50,8 @@ def max_length(request: Request, config: EngineConfig) -> int:
 def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
     """Return why a sequence ends with its newest token (new if `has_new`); None if it continues."""
     request = sequence.request
+    if sequence.pooled is not None:
+        return "stop" if sequence.pooled.is_whole else None
     if has_new and sequence.output[-1] in request.stop_token_ids:
         return "stop"
     end = request.end_length(sequence.max_length, sequence.sample_index)
@@ -120,6 +124,8 @@ def take_results(sequence: Sequence, row: Row, index: int, result: StepResult) -
     """Append what row `index` delivered to its sequence, and return the number of tokens."""
     if result.prompt_logprobs is not None and index in result.prompt_logprobs:
         _append_prompt_logprobs(sequence, row.start, result.prompt_logprobs[index])
+    if sequence.pooled is not None and result.pooled is not None and index in result.pooled:
+        sequence.pooled.add(row.num_pooled, result.pooled[index])
     count = int(result.num_tokens[index])
     if count:
         _append_outputs(sequence, result, index, count)
@@ -271,6 +277,7 @@ class Scheduler:
                 max_length=limit,
                 kv=self._kv.new(request),
                 primary=samples[0] if samples and not self.config.has_slot_state else None,
+                pooled=self._unpooled(request) if request.params.pools else None,
             )
             self._sequences[sequence.key] = sequence
             self.lengths.add(sequence)
@@ -279,6 +286,10 @@ class Scheduler:
         for sequence in samples:
             self._fail_if_too_long(sequence)
         return samples
+
+    def _unpooled(self, request: Request) -> PooledPrompt:
+        num_tokens = len(request.prompt)
+        return PooledPrompt(num_tokens, num_tokens if self.config.pooling == "mean" else 1)
 
     def end(
         self, sequence: Sequence, reason: FinishReason, error: JaxserveError | None = None
@@ -343,6 +354,8 @@ class Scheduler:
         if sequence.phase is Phase.FINISHED:
             return
         self._kv.restart(sequence, keeps_output=keeps_output)
+        if sequence.pooled is not None:
+            sequence.pooled.drop()
         if not keeps_output:
             sequence.drop_output()
             self.lengths.restart(sequence)
@@ -374,7 +387,7 @@ class Scheduler:
         self._kv.prefetch(itertools.islice(self._queues.waiting.ready(), _MAX_AWAITED))
         plan = step.finish(next(self._plan_indices))
         for sequence in dict.fromkeys(step.sequences):
-            if sequence.num_outputs_left == 0 and not sequence.falls_short:
+            if sequence.is_planned:
                 self._queues.close(sequence)
         return plan
 
@@ -509,7 +522,7 @@ class Scheduler:
         self._queues.waiting.sort()
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
-        if sequence.num_outputs_left <= 0:
+        if sequence.num_outputs_left < (sequence.pooled is None):
             self.end(sequence, "error", too_long(sequence, self.config))
 
     def check_integrity(self) -> None:

@@ -187,6 +187,46 @@ class SequenceScores:
 
 @final
 @dataclass(eq=False)
+class PooledPrompt:
+    """The pooled hidden states of a prompt: of its last `num_wanted` tokens, all of them or one.
+
+    A token counts once, also if a preemption has it computed again.
+    """
+
+    prompt_length: int
+    num_wanted: int
+    num_planned: int = 0
+    num_read: int = 0
+    summed: np.ndarray | None = None
+
+    def plan(self, start: int, end: int) -> int:
+        """Return how many of the last tokens of the row [start, end) to pool."""
+        first = self.prompt_length - self.num_wanted + self.num_planned
+        num = max(0, end - max(start, first))
+        self.num_planned += num
+        return num
+
+    def add(self, num_tokens: int, state: np.ndarray) -> None:
+        self.num_read += num_tokens
+        self.summed = state if self.summed is None else self.summed + state
+
+    def drop(self) -> None:
+        self.num_planned, self.num_read, self.summed = 0, 0, None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_read == self.num_wanted
+
+    @property
+    def mean(self) -> np.ndarray | None:
+        """Return float32 [width]; None before all is read."""
+        if self.summed is None or not self.is_whole:
+            return None
+        return self.summed / np.float32(self.num_wanted)
+
+
+@final
+@dataclass(eq=False)
 class Sequence:
     """Identity, tokens and phase of a sequence. Only the scheduler writes them.
 
@@ -202,6 +242,7 @@ class Sequence:
       falls_short: whether a step has delivered fewer tokens than planned before the answer's end.
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
+      pooled: for a request that pools, which has no output; None for others.
       num_lost: handovers in a row whose pages did not arrive.
     """
 
@@ -220,6 +261,7 @@ class Sequence:
     num_preemptions: int = 0
     num_lost: int = 0
     scores: SequenceScores = field(default_factory=SequenceScores)
+    pooled: PooledPrompt | None = None
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: FinishReason | None = None
     error: JaxserveError | None = None
@@ -251,9 +293,18 @@ class Sequence:
 
         Tokens that a preempted sequence has to recompute count as its prompt does.
         """
+        if self.pooled is not None:
+            return False
         if self.num_uncomputed == 1:
             return True
         return self.request.awaits_tokens and self.kv.num_computed >= self.prompt_length
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether every step that it needs is planned, unless a step falls short."""
+        if self.num_outputs_left or self.falls_short:
+            return False
+        return self.pooled is None or not self.num_uncomputed
 
     @property
     def awaits_token(self) -> bool:
@@ -293,6 +344,13 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of the prompt must be computed for it, also those of cached pages."""
+        if self.pooled is not None:
+            return self.pooled.num_wanted > 1
+        return self.wants_prompt_logprobs
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts of tokens agree, before its end."""

@@ -30,6 +30,7 @@ class StepRows:
         self._spans: list[tuple[int, int]] = []
         self._max_new: list[int] = []
         self._proposed: list[tuple[int, ...]] = []
+        self._num_pooled: list[int] = []
 
     @property
     def num_taken(self) -> int:
@@ -53,6 +54,8 @@ class StepRows:
         self._spans += spans
         self._max_new += [0] * num_before + [max_new_tokens]
         self._proposed += [()] * num_before + [proposed]
+        pooled = sequence.pooled
+        self._num_pooled += [0 if pooled is None else pooled.plan(*span) for span in spans]
         self.num_tokens += sum(last - first for first, last in spans)
         self.num_proposed += len(proposed)
 
@@ -61,10 +64,12 @@ class StepRows:
         self._spans.append((length - 1, length))
         self._max_new.append(1)
         self._proposed.append(())
+        self._num_pooled.append(0)
         self.num_tokens += 1
 
     def planned(self, *, is_decode_loop: bool) -> tuple[Row, ...]:
-        each = zip(self.sequences, self._spans, self._max_new, self._proposed, strict=True)
+        own = self._spans, self._max_new, self._proposed, self._num_pooled
+        each = zip(self.sequences, *own, strict=True)
         return tuple([_row(*row, is_decode_loop) for row in each])
 
 
@@ -73,11 +78,12 @@ def _row(
     span: tuple[int, int],
     max_new_tokens: int,
     proposed: tuple[int, ...],
+    num_pooled: int,
     is_decode_loop: bool,
 ) -> Row:
     assert sequence.slot is not None
     start, end = span
-    if start >= sequence.prompt_length - 1:  # true for almost all
+    if start >= sequence.prompt_length - 1 and not num_pooled:  # true for almost all
         num_tokens = 1 if is_decode_loop else end - start
         return Row(
             sequence.slot, sequence.key, start, num_tokens, max_new_tokens, proposed=proposed
@@ -94,6 +100,7 @@ def _row(
         wants_prompt_logprobs=sequence.wants_prompt_logprobs,
         encodes=encodes,
         proposed=proposed,
+        num_pooled=num_pooled,
     )
 
 
@@ -450,6 +457,8 @@ class Step:
         start, end = spans[-1]
         is_at_end = end == sequence.planned_length + len(proposed)
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end) + len(proposed)
+        if sequence.pooled is not None:
+            max_new_tokens = 0
         sequence.num_planned_outputs += max_new_tokens
         sequence.falls_short |= self._speculating.num_proposed > 0 or bool(proposed)
         self._rows.add(sequence, spans, max_new_tokens, proposed)

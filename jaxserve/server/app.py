@@ -30,6 +30,7 @@ from jaxserve.server.routes import (
     conversations,
     models,
     operation,
+    pooling,
     responses,
     tokens,
 )
@@ -87,7 +88,10 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
             Exception: _answer_defect,
         },
     )
-    for routes in (chat, completions, responses, tokens, conversations, models, operation):
+    for routes in (
+        *(chat, completions, responses, pooling, tokens, conversations, models),
+        operation,
+    ):
         app.include_router(routes.router)
     return app
 

@@ -37,6 +37,7 @@ _SERVER = "server_error"
 STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.InvalidRequestError: Kind(400, _INVALID),
     errors.PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
+    errors.OtherTaskError: Kind(400, _INVALID, "other_task"),
     errors.EmptyPromptError: Kind(400, _INVALID, "empty_prompt"),
     errors.TokenOutOfRangeError: Kind(400, _INVALID, "token_out_of_range"),
     errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),

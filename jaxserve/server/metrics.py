@@ -170,7 +170,7 @@ class Metrics:
         self._prompts.observe(num_prompt)
         self._outputs.observe(num_output)
         self._n.observe(params.n)
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and not params.pools:
             self._max_tokens.observe(params.max_tokens)
         self._observe_times(completion)
 

@@ -83,6 +83,32 @@ def mixed_body(
     return cache, hidden, hidden[ends], read
 
 
+def pool_rows(
+    hidden: Float[Array, "tokens hidden"],
+    batch: MixedBatch,
+    num_pooled: Int32[Array, " slots"],  # the last tokens of each row that count
+) -> Float32[Array, "slots hidden"]:
+    """Return the sum of the hidden states of each row's last tokens."""
+    num_rows = num_pooled.shape[0]
+    end = jnp.append(batch.query_start + batch.query_length, 0)[batch.token_row]
+    num = jnp.append(num_pooled, 0)[batch.token_row]  # none of padding, which is in no row
+    counts = jnp.arange(hidden.shape[0]) >= end - num
+    counts &= batch.token_row < num_rows
+    each = jnp.where(counts[:, None], hidden.astype(jnp.float32), 0.0)
+    return jax.ops.segment_sum(each, batch.token_row, num_rows)
+
+
+def score_labels(
+    params: Params,
+    row_hidden: Float[Array, "slots hidden"],
+    *,
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+) -> Float32[Array, "slots labels"]:
+    """Return the logits of the model's labels."""
+    return merged(graphdef, params, config).label_logits(row_hidden)
+
+
 def score_prompts(
     params: Params,
     slots: SlotState,

@@ -161,10 +161,13 @@ def body_size(
     size that it can do without.
 
     Args:
-      is_coarse: only `coarse_token_buckets` count, as they do if a row scores its prompt.
+      is_coarse: only `coarse_token_buckets` count, as they do if a row scores its prompt, or pools
+        all of it.
       is_made: whether the executable for a size exists; None if all do, or none are being made.
     """
-    is_coarse = is_coarse or any(row.wants_prompt_logprobs for row in rows)
+    is_coarse = is_coarse or any(
+        row.wants_prompt_logprobs or (row.num_pooled and config.pooling == "mean") for row in rows
+    )
     sizes = config.coarse_token_buckets if is_coarse else config.token_buckets
     smallest = bucket(max(1, sum(row.num_tokens for row in rows)), sizes)
     if is_made is None:

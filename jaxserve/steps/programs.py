@@ -119,6 +119,12 @@ class Programs:
         self.prompt_logprobs = StepFunction(
             "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole
         )
+        self.pool_rows = StepFunction(
+            "pool_rows", mixed.pool_rows, shelf, packs=True, num_fixed=0, out_shardings=whole
+        )
+        self.score_labels = StepFunction(
+            "score_labels", bind(mixed.score_labels), shelf, out_shardings=whole
+        )
         self.stage = StagePrograms(graphdef, config, place, shelf)
         self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
         self.encode = jax.jit(partial(encoding.encode, graphdef=graphdef), out_shardings=whole)
@@ -193,6 +199,23 @@ class Programs:
             return None
         plans = _loop_plans(self._draft_planner, rows, window, num_iterations, num_proposed)
         return DraftInputs(self.draft_params, plans)
+
+    def pool(
+        self,
+        params: Params,
+        hidden: Any,
+        row_hidden: Any,
+        batch: MixedBatch,
+        rows: Sequence[Row],  # in the batch's order
+    ) -> Any:
+        """Return what rows that pool deliver, [slots, width], in the batch's order."""
+        if self.config.pooling == "labels":
+            return self.score_labels(params, row_hidden)
+        if self.config.pooling == "last":
+            return row_hidden
+        num_pooled = np.zeros(self.config.max_slots, np.int32)
+        num_pooled[: len(rows)] = [row.num_pooled for row in rows]
+        return self.pool_rows(hidden, batch, num_pooled)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL

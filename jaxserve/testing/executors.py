@@ -141,7 +141,7 @@ def _out_of_memory() -> Exception:
 
 @final
 class _NotFinite:
-    """A submitted step whose sampling rows all fail."""
+    """A submitted step whose rows that sample or pool all fail."""
 
     def __init__(self, plan: StepPlan, handle: StepHandle):
         self._plan = plan
@@ -155,7 +155,9 @@ class _NotFinite:
         return replace(
             result,
             num_tokens=np.zeros_like(result.num_tokens),
-            finite=np.array([not row.samples for row in self._plan.rows], np.bool_),
+            finite=np.array(
+                [not (row.samples or row.num_pooled) for row in self._plan.rows], np.bool_
+            ),
         )
 
 

@@ -124,6 +124,14 @@ def with_grammars(rng: random.Random, requests: list[Request]) -> list[Request]:
     ]
 
 
+def with_pooling(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Return the requests, about half of which pool and have no output."""
+    return [
+        replace(request, params=SamplingParams(pools=True)) if rng.random() < 0.5 else request
+        for request in requests
+    ]
+
+
 @final
 class ForcedTokens:
     """A `GrammarSource` whose forced tokens depend on the answer's tokens only."""
@@ -167,17 +175,21 @@ class _Matcher:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The tokens of one sequence, how it ended, and how often it was preempted."""
+    """The tokens of one sequence, how it ended, and how often it was preempted.
+
+    `pooled` is what a request that pools returned, and None for others.
+    """
 
     output: tuple[int, ...]
     finish_reason: str
     num_preemptions: int
+    pooled: float | None = None
 
     def agrees_with(self, alone: Outcome) -> bool:
         """Return whether tokens and end are those of `alone`, or a prefix of them if cancelled."""
         if self.finish_reason == "cancelled":
             return self.output == alone.output[: len(self.output)]
-        return (self.output, self.finish_reason) == (alone.output, alone.finish_reason)
+        return replace(self, num_preemptions=0) == replace(alone, num_preemptions=0)
 
 
 @final
@@ -193,6 +205,7 @@ class Trace:
       probe: kind of its readings, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, sometimes none.
       has_grammars: about half of the requests await their tokens, which sometimes force others.
+      pooling: about half of the requests pool in this way; None for none.
       speculates: decode loops deliver tokens that were proposed.
       incoming_pages: see `EngineConfig`.
 
@@ -217,6 +230,7 @@ class Trace:
         probe: str | None = None,
         falls_short: bool = False,
         has_grammars: bool = False,
+        pooling: str | None = None,
         speculates: bool = False,
         incoming_pages: int | None = None,
     ):
@@ -232,6 +246,9 @@ class Trace:
         if has_grammars:
             self._grammars = ForcedTokens(seed)
             self.requests = with_grammars(random.Random(f"{seed} grammars"), self.requests)
+        if pooling is not None:
+            self.config = replace(self.config, pooling=pooling)
+            self.requests = with_pooling(random.Random(f"{seed} pooling"), self.requests)
         self.asked: list[Request] = []
         self.num_gaps = self.num_awaited = 0
         self.pool_sizes: set[int] = set()
@@ -457,7 +474,7 @@ class Trace:
 
     def _alone(self, request: Request) -> abc.Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
-        key = (*key, self._grammars is None)
+        key = (*key, self._grammars is None, request.params.pools, self.config.pooling)
         if key not in _alone:
             _alone[key] = self._serve_alone(request)
         return _alone[key].items()
@@ -472,6 +489,7 @@ class Trace:
             ),
             max_step_tokens=1000,
             max_decode_iterations=1,
+            pooling=self.config.pooling,
         )
         engine = self.engine(PRESETS["orca"], config, is_alone=True)
         sequences = engine.add(request)
@@ -491,7 +509,10 @@ class Trace:
         self._require(counted == num_preemptions, "preemptions are miscounted")
         return {
             (s.request.id, s.sample_index): Outcome(
-                tuple(s.output), str(s.finish_reason), s.num_preemptions
+                tuple(s.output),
+                str(s.finish_reason),
+                s.num_preemptions,
+                None if s.pooled is None or s.pooled.mean is None else s.pooled.mean.item(),
             )
             for s in sequences
         }

@@ -13,8 +13,10 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.replica import ReplicaCall, Started, make_call
+from jaxserve.models.families import config_from_hf
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.weight_update import WeightUpdate
+from jaxserve.testing.tiny import CONFIG
 
 PAGE_SIZE = 4
 ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
@@ -88,7 +90,7 @@ class FakeReplica:
             max_context=100,
             max_length=100,
             max_prompt_tokens=99,
-            vocab_size=50,
+            model_config=config_from_hf(CONFIG),
             num_host_pages=10,
         )
 

@@ -7,6 +7,8 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.fleet.fleet import check_host_pages
 from jaxserve.fleet.replica import Started
+from jaxserve.models.families import config_from_hf
+from jaxserve.testing.tiny import CONFIG
 
 pytestmark = pytest.mark.fast
 
@@ -18,7 +20,7 @@ def _started(num_host_pages: int) -> Started:
         max_context=100,
         max_length=100,
         max_prompt_tokens=99,
-        vocab_size=50,
+        model_config=config_from_hf(CONFIG),
         num_host_pages=num_host_pages,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -679,6 +680,39 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=how
     ).eval()
+
+
+def write_classifier(variant: str, folder: Path, num_labels: int, **fields: Any):
+    """Write a random classifier, or with one label a reward model; return the model in float32."""
+    config_class, sizes, _ = VARIANTS[variant]
+    torch.manual_seed(3)
+    config = getattr(transformers, config_class)(**sizes, num_labels=num_labels, **fields)
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager"
+    )
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def write_embedder(variant: str, folder: Path):
+    """Write a random model without a head; return it in float32."""
+    model = write_checkpoint(variant, folder).base_model
+    for file in folder.iterdir():
+        file.unlink()
+    model.save_pretrained(folder)
+    return model
+
+
+def torch_labels(model, tokens: Sequence[int]) -> np.ndarray:
+    """Return a classifier's logits of one sequence, float32 [labels]."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def torch_hidden(model, tokens: Sequence[int]) -> np.ndarray:
+    """Return the last hidden states of a model without a head, float32 [tokens, hidden]."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).last_hidden_state[0].numpy()
 
 
 def torch_logits(model, tokens: np.ndarray) -> np.ndarray:

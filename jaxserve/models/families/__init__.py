@@ -12,6 +12,8 @@ from typing import Any
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, check_sizes
 from jaxserve.models.family import Family
+from jaxserve.models.pooling import labels_of
+from jaxserve.models.weights import Weight
 
 _ALL: tuple[Family, ...] = tuple(
     import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)
@@ -44,6 +46,17 @@ _NO_STRUCTURE = (
 )
 
 
+# The padding of classifiers whose config.json does not state it, by `model_type`; others have none.
+PAD_TOKEN_IDS = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), 0),
+    **dict.fromkeys(("biogpt", "olmo", "olmo2", "olmo3", "opt"), 1),
+    **dict.fromkeys(("glm", "glm4"), 151329),
+    "helium": 3,
+    "phi3": 32000,
+    "smollm3": 128004,
+}
+
+
 def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a model of any family, from config.json as a dictionary.
 
@@ -52,7 +65,7 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       UnsupportedModelError: naming what is given and what is supported.
     """
-    kind = str(given.get("model_type"))
+    whole, kind = given, str(given.get("model_type"))
     if kind in WRAPPERS:
         given = _text_config(given, kind)
         kind = str(given.get("model_type"))
@@ -64,7 +77,16 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
             f"{tuple(FAMILIES)}, and the text of {tuple(WRAPPERS)}; docs/models.md names models"
         )
     check_sizes(given)
-    return FAMILIES[kind].config.from_hf(given)
+    config = FAMILIES[kind].config.from_hf(given)
+    labels = labels_of(whole, given.get("pad_token_id", PAD_TOKEN_IDS.get(kind)))
+    if labels is None:
+        return config
+    if config.has_encoder:
+        raise UnsupportedModelError(
+            f"architectures={whole['architectures']!r}: classifiers of encoder-decoder models are "
+            "not served; those of decoders are"
+        )
+    return config.without_token_head(labels)
 
 
 def nearest_family(given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -103,3 +125,8 @@ def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def family_of(config: DecoderConfig) -> Family:
     return next(family for family in _ALL if family.config is type(config))
+
+
+def weights_of(config: DecoderConfig) -> Mapping[str, Weight]:
+    """Return the tensors that fill each parameter of a model, by the parameter's path."""
+    return {**family_of(config).weights(config), "score": Weight.of("score.weight", "e n", "n e")}

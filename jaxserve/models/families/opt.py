@@ -101,6 +101,10 @@ class OPTConfig(DecoderConfig):
     names: tuple[str, str, str] = _NAMES["opt"]
 
     @property
+    def output_size(self) -> int:
+        return self.embedding_size
+
+    @property
     def projects(self) -> bool:
         """Whether token embeddings and layers have different widths."""
         return self.embedding_size != self.hidden_size

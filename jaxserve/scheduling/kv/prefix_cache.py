@@ -71,7 +71,7 @@ class PrefixCacheManager:
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
 
     def most_shared(self, sequence: Sequence) -> int:
-        if sequence.kv.host_pages or (self._keeps and sequence.wants_prompt_logprobs):
+        if sequence.kv.host_pages or (self._keeps and sequence.needs_whole_prompt):
             return 0
         if self._keeps:
             return self._num_to_find(sequence)
@@ -112,7 +112,7 @@ class PrefixCacheManager:
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence waits for pages of the disk; requests them."""
-        if self._cache.disk is None or not self._keeps or sequence.wants_prompt_logprobs:
+        if self._cache.disk is None or not self._keeps or sequence.needs_whole_prompt:
             return False
         return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
 
@@ -144,7 +144,7 @@ class PrefixCacheManager:
 
     def _find_some(self, sequence: Sequence) -> list[CachedPage]:
         """Return the cached pages in a long prompt's window; mark its conversation active."""
-        if not self._keeps or sequence.wants_prompt_logprobs:
+        if not self._keeps or sequence.needs_whole_prompt:
             return []
         num_pages = self._num_to_find(sequence)
         window = sequence.kv.window = sequence.kv.window or Window()
@@ -198,7 +198,7 @@ class PrefixCacheManager:
         return list(enumerate(pages))
 
     def _find(self, sequence: Sequence) -> list[CachedPage]:
-        if not self._keeps or sequence.wants_prompt_logprobs:
+        if not self._keeps or sequence.needs_whole_prompt:
             return []
         cached = self._cache.find(self._keys_to_find(sequence))
         return _with_whole_prompt(sequence, cached, self._page_size)
