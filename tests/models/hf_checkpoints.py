@@ -151,7 +151,12 @@ _OTHERS = {
     "falcon": ("FalconConfig", dict(**_FALCON_SIZES, bias=True), {}),
     "falcon_40b": (
         "FalconConfig",
-        dict(**_FALCON_SIZES, new_decoder_architecture=True, num_kv_heads=2),
+        dict(
+            **_FALCON_SIZES,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            tie_word_embeddings=False,
+        ),
         {},
     ),
     "falcon_11b": (
@@ -171,7 +176,14 @@ _OTHERS = {
     ),
     "bloom": (
         "BloomConfig",
-        dict(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6, initializer_range=0.3),
+        dict(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=48,
+            n_layer=2,
+            n_head=6,
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+        ),
         {},
     ),
     "mpt": (
