@@ -421,7 +421,7 @@ class GGUFSource:
         facts = Facts(self.where, self.file.metadata, shapes, self._rope_factors())
         self._architecture = facts.architecture
         self.config: Mapping[str, Any] = config_of(facts)
-        self._tensors = self._named()
+        self._tensors = self._named(facts)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
@@ -431,7 +431,9 @@ class GGUFSource:
         return {name: info.type_name for name, info in self._tensors.items()}
 
     def type_name(self, name: str) -> str:
-        return self._tensors[name].type_name
+        """Return the type in which the rows of a tensor can be kept."""
+        axis, _ = self._order(name)
+        return "F32" if axis else self._tensors[name].type_name  # its blocks are torn apart
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a tensor, or its part at `index` (unit steps); dequantises only its rows.
@@ -441,10 +443,7 @@ class GGUFSource:
         Raises:
           CheckpointError: no such tensor, or its blocks cannot be dequantised.
         """
-        values = self.read_as(self._dequantised, name, index)
-        if name.endswith("norm.weight") and self._architecture.norm_shift:
-            return values - np.asarray(self._architecture.norm_shift, values.dtype)
-        return values
+        return self._architecture.original(name, self.read_as(self._dequantised, name, index))
 
     def read_as(
         self,
@@ -460,16 +459,18 @@ class GGUFSource:
             )
         index = tuple(index or ())
         rows = self.file.rows(info).reshape(*info.shape[:-1], info.row_bytes)
-        order = self._row_order(name)
+        axis, order = self._order(name)
         if len(info.shape) == 1:
             values = decode(info, rows)
             values = values if order is None else values[order]
             return values[index]
         first = index[0] if index else slice(None)
-        picked = rows[first] if order is None else rows[order[first]]
-        return decode(info, picked)[(slice(None), *index[1:])]
+        picked = rows[first] if order is None or axis else rows[order[first]]
+        values = decode(info, picked)
+        values = values[:, order] if order is not None and axis else values
+        return values[(slice(None), *index[1:])]
 
-    def _named(self) -> dict[str, TensorInfo]:
+    def _named(self, facts: Facts) -> dict[str, TensorInfo]:
         """Return the tensors by the Hugging Face names that the model's family reads."""
         config = config_from_hf(self.config)
         if config.experts is not None:
@@ -488,7 +489,11 @@ class GGUFSource:
             if info is not None and stored is not None:
                 used.add(stored)
                 tensors[name] = _part_of(info, name)
-        unknown = [n for n in self.file.tensors if not (n in used or n.endswith(_ROPE_TABLES))]
+        unknown = [
+            name
+            for name in self.file.tensors
+            if not (name in used or name.endswith(_ROPE_TABLES) or facts.predicts(name))
+        ]
         if unknown:
             raise UnsupportedModelError(
                 f"{self.where} holds tensors that {self.config['model_type']!r} models here do not "
@@ -496,22 +501,21 @@ class GGUFSource:
             )
         return tensors
 
-    def _row_order(self, name: str) -> Int[np.ndarray, " rows"] | None:
-        """Return the stored row for each row in Hugging Face order; None if the orders agree."""
-        if not self._architecture.rotates_neighbours:
-            return None
-        kind = re.search(r"self_attn\.([qk])_proj\.", name)
-        if kind is None:
-            return None
-        heads = self.config["num_attention_heads" if kind[1] == "q" else "num_key_value_heads"]
-        rows = self._tensors[name].shape[0]
-        if rows % (2 * heads):
+    def _order(self, name: str) -> tuple[int, Int[np.ndarray, " places"] | None]:
+        order = self._architecture.order(name, self.config)
+        if order is None:
+            return 0, None
+        axis, places = order
+        if len(places) != self._tensors[name].shape[axis]:
             raise CheckpointError(
                 self.where,
-                [f"tensor {name!r} has {rows} rows, not a multiple of 2 x {heads} heads"],
+                [
+                    f"tensor {name!r} has {self._tensors[name].shape[axis]} places on axis {axis}, "
+                    f"and heads of {len(places)}"
+                ],
                 "the file's head counts and tensors disagree; convert the model again",
             )
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return axis, places
 
     def _dequantised(
         self, info: TensorInfo, rows: UInt8[np.ndarray, "*rows row_bytes"]
@@ -554,6 +558,6 @@ def _part_of(info: TensorInfo, name: str) -> TensorInfo:
         return replace(info, shape=info.shape[1:], offset=offset)
     if name.endswith(".shared_expert_gate.weight"):
         return replace(info, shape=(1, *info.shape))
-    if name.endswith(".conv.conv.weight"):
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return replace(info, shape=(info.shape[0], 1, info.shape[1]))
     return info

@@ -17,6 +17,7 @@ from jaxserve.core.errors import CheckpointError, MissingExtraError, Unsupported
 from jaxserve.models.rope import MAGNITUDE, RopeScaling, inverse_frequencies
 
 Fields = dict[str, Any]
+Order = tuple[int, np.ndarray] | None
 
 
 @final
@@ -51,6 +52,15 @@ class Facts:
         """Return the value of a key of the architecture's own."""
         return self._metadata.get(f"{self.name}.{key}", default)
 
+    def predicts(self, tensor: str) -> bool:
+        """Return whether a tensor is of a layer that predicts further tokens, which is not read."""
+        layer = re.match(r"blk\.(\d+)\.", tensor)
+        return layer is not None and int(layer[1]) >= self.num_layers
+
+    @property
+    def num_layers(self) -> int:
+        return self.value("block_count", 0) - self.value("nextn_predict_layers", 0)
+
     def has(self, tensor: str) -> bool:
         return tensor in self.shapes
 
@@ -70,8 +80,8 @@ class Architecture:
       more: returns the fields of config.json that only this architecture has, for the file's facts
         and the fields that all have.
       keys: such fields that are copied, and their keys.
-      rotates_neighbours: whether rows of queries and keys are permuted, for a rotation of
-        neighbouring pairs.
+      order: returns, for a Hugging Face name and config.json's fields, an axis and the stored place
+        of each of its places; None if the orders agree.
       norm_shift: number that the converter adds to the weights of RMS norms.
       rotates_parts: whether a part of each head may be rotated.
       eps: field of config.json for the number that norms add to the variance.
@@ -82,12 +92,20 @@ class Architecture:
     model_type: str
     more: Callable[[Facts, Fields], Fields] = lambda facts, common: {}
     keys: Mapping[str, str] = field(default_factory=dict)
-    rotates_neighbours: bool = False
+    order: Callable[[str, Mapping[str, Any]], Order] = lambda name, config: None
     norm_shift: float = 0.0
     rotates_parts: bool = False
     eps: str = "rms_norm_eps"
     has_layer_norms: bool = False
     kinds_by_heads: bool = False
+
+    def original(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return a tensor's numbers as the model's own checkpoint has them."""
+        if name.endswith(".A_log"):
+            return np.log(-values)
+        if name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+            return values - np.asarray(self.norm_shift, values.dtype)
+        return values
 
     def names(self, config: Fields | Mapping[str, Any], where: str) -> Callable[[str], str | None]:
         """Return the translation of Hugging Face names to the file's, by the package `gguf`."""
@@ -103,6 +121,10 @@ class Architecture:
             whole = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name)
             assert whole is not None, "any text matches"
             stem, suffix = whole[1], whole[2] or ""
+            if stem.endswith(".dt_bias"):
+                stem, suffix = stem.replace("dt_bias", "dt_proj"), ".bias"
+            if stem.endswith(".A_log"):
+                return f"{table.get_name(stem)}"
             found = table.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", stem))
             return None if found is None else found + (suffix or ".weight")
 
@@ -153,6 +175,51 @@ def _gpt_oss(facts: Facts, common: Fields) -> Fields:
         "intermediate_size": facts.shapes["blk.0.ffn_gate_exps.weight"][1],
         "rope_parameters": {**common["rope_parameters"], "truncate": False},
     }
+
+
+def _qwen3_5(facts: Facts, common: Fields) -> Fields:
+    num_values = facts.value("ssm.time_step_rank")
+    return {
+        "linear_conv_kernel_dim": facts.value("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.value("ssm.state_size"),
+        "linear_value_head_dim": facts.value("ssm.inner_size") // num_values,
+        "linear_num_key_heads": facts.value("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "full_attention_interval": facts.value("full_attention_interval", 4),
+    }
+
+
+def _qwen3_5_moe(facts: Facts, common: Fields) -> Fields:
+    size = facts.shapes["blk.0.ffn_gate_shexp.weight"][0]
+    own = {"shared_expert_intermediate_size": size}
+    return _qwen3_5(facts, common) | _experts(facts) | own
+
+
+def _tiled_heads(name: str, config: Mapping[str, Any]) -> Order:
+    """Return the order of heads of values: stored by their place in a group, then by group."""
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    heads = np.arange(num_values).reshape(-1, num_keys).T.reshape(-1)
+    width = config["linear_value_head_dim"]
+    rows = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    end = name.rpartition(".linear_attn.")[2].removesuffix(".weight")
+    if end in ("in_proj_qkv", "conv1d"):
+        first = 2 * num_keys * config["linear_key_head_dim"]
+        return 0, np.concatenate([np.arange(first), first + rows])
+    if end == "in_proj_z":
+        return 0, rows
+    if end in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return 0, heads
+    return (1, rows) if end == "out_proj" else None
+
+
+def _neighbours(name: str, config: Mapping[str, Any]) -> Order:
+    """Return the order of rows of queries and keys that are rotated by neighbouring pairs."""
+    kind = re.search(r"self_attn\.([qk])_proj\.", name)
+    if kind is None:
+        return None
+    heads = config["num_attention_heads" if kind[1] == "q" else "num_key_value_heads"]
+    rows = heads * config["head_dim"]
+    return 0, np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _gemma(facts: Facts, common: Fields) -> Fields:
@@ -239,11 +306,25 @@ def _lfm2(facts: Facts, common: Fields) -> Fields:
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture(model_type="llama", more=_llama, rotates_neighbours=True),
+        "llama": Architecture(model_type="llama", more=_llama, order=_neighbours),
         "qwen2": Architecture(model_type="qwen2", more=_window),
         "qwen2moe": Architecture(model_type="qwen2_moe", more=_qwen2_moe),
         "qwen3": Architecture(model_type="qwen3", more=_window),
         "qwen3moe": Architecture(model_type="qwen3_moe", more=_qwen3_moe),
+        "qwen35": Architecture(
+            model_type="qwen3_5_text",
+            more=_qwen3_5,
+            order=_tiled_heads,
+            norm_shift=1.0,
+            rotates_parts=True,
+        ),
+        "qwen35moe": Architecture(
+            model_type="qwen3_5_moe_text",
+            more=_qwen3_5_moe,
+            order=_tiled_heads,
+            norm_shift=1.0,
+            rotates_parts=True,
+        ),
         "gpt-oss": Architecture(
             model_type="gpt_oss",
             more=_gpt_oss,
@@ -277,9 +358,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "attention_multiplier": "attention.scale",
                 "logits_scaling": "logit_scale",
             },
-            rotates_neighbours=True,
+            order=_neighbours,
         ),
-        "smollm3": Architecture(model_type="smollm3", rotates_neighbours=True),
+        "smollm3": Architecture(model_type="smollm3", order=_neighbours),
         "olmo2": Architecture(model_type="olmo2", more=_olmo2),
         "starcoder2": Architecture(
             model_type="starcoder2", more=_starcoder2, eps="norm_epsilon", has_layer_norms=True
@@ -337,7 +418,9 @@ def config_of(facts: Facts) -> Fields:
     config: Fields = {
         "model_type": architecture.model_type,
         "hidden_size": required("embedding_length"),
-        "intermediate_size": required("feed_forward_length"),
+        "intermediate_size": facts.value("expert_feed_forward_length")
+        if facts.value("expert_count", 0) and facts.value("feed_forward_length") is None
+        else required("feed_forward_length"),
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": required("attention.head_count"),
         architecture.eps: required(
@@ -346,8 +429,10 @@ def config_of(facts: Facts) -> Fields:
         "max_position_embeddings": facts.value("context_length", 2048),
         "tie_word_embeddings": not facts.has("output.weight"),
     }
-    held = {name.split(".")[1] for name in facts.shapes if name.startswith("blk.")}
-    if config["num_hidden_layers"] != len(held):
+    config["num_hidden_layers"] = facts.num_layers if not missing else 0
+    blocks = [name for name in facts.shapes if name.startswith("blk.")]
+    held = {name.split(".")[1] for name in blocks if missing or not facts.predicts(name)}
+    if not missing and config["num_hidden_layers"] != len(held):
         missing.append(
             f"{config['num_hidden_layers']} layers are claimed, tensors of {len(held)} are held"
         )

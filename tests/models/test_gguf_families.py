@@ -40,6 +40,19 @@ SIZES = dict(
 PHI3 = SIZES | dict(pad_token_id=None)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 
+ROTATE_NEIGHBOURS = ("llama", "granite", "smollm3")
+QWEN3_5 = SIZES | dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=10,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    full_attention_interval=2,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+)
+
 # Case -> architecture of the file, config class, its fields, whether transformers reads its files.
 CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "llama": ("llama", "LlamaConfig", dict(SIZES, attention_bias=True, mlp_bias=True), True),
@@ -56,6 +69,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         "qwen3moe",
         "Qwen3MoeConfig",
         dict(SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
+        False,
+    ),
+    "qwen35": ("qwen35", "Qwen3_5TextConfig", QWEN3_5, False),
+    "qwen35moe": (
+        "qwen35moe",
+        "Qwen3_5MoeTextConfig",
+        {name: value for name, value in QWEN3_5.items() if name != "intermediate_size"}
+        | EXPERTS
+        | dict(shared_expert_intermediate_size=24),
         False,
     ),
     "gpt-oss": (
@@ -207,6 +229,19 @@ def _write(
     for field in ("logits_scaling", "logit_scale"):
         if hasattr(config, field):
             writer.add_logit_scale(getattr(config, field))
+    if arch.startswith("qwen35"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        interval = config.layer_types.index("full_attention") + 1
+        writer.add_key_value(f"{arch}.full_attention_interval", interval, gguf.GGUFValueType.UINT32)
+        # A layer that predicts further tokens, which is not read.
+        writer.add_block_count(config.num_hidden_layers + 1)
+        writer.add_nextn_predict_layers(1)
+        extra = f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"
+        writer.add_tensor(extra, np.ones((4, 4), np.float32))
     if arch == "lfm2":
         kinds = config.layer_types
         heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in kinds]
@@ -271,14 +306,43 @@ def _converted(arch: str, model: transformers.PreTrainedModel):
             parts = {name: tensor}
         for own, part in parts.items():
             found = re.search(r"self_attn\.([qk])_proj", own)
-            if ARCHITECTURES[arch].rotates_neighbours and found is not None:
+            if arch in ROTATE_NEIGHBOURS and found is not None:
                 part = permuted(part, heads[found[1]])
-            if ARCHITECTURES[arch].norm_shift and own.endswith("norm.weight"):
+            if ".linear_attn." in own:
+                own, part = _delta_rule(own, part, config)
+            elif ARCHITECTURES[arch].norm_shift and own.endswith("norm.weight"):
                 part = part + np.float32(1)
             stem, _, suffix = own.rpartition(".")
             stored = table.get_name(stem)
             assert stored is not None, own
-            yield f"{stored}.{suffix}", part.squeeze()
+            yield f"{stored}.{suffix}".rstrip("."), part.squeeze()
+
+
+def _delta_rule(name: str, tensor: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+    """Heads of values go by their place in a group first; -exp(A) is stored."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    first = 2 * keys * config.linear_key_head_dim
+
+    def tiled(x: np.ndarray) -> np.ndarray:  # heads on the first axis
+        return x.reshape(keys, values // keys, -1).swapaxes(0, 1).reshape(x.shape)
+
+    end = name.rpartition("linear_attn.")[2]
+    if end in ("in_proj_qkv.weight", "conv1d.weight"):
+        return name, np.concatenate([tensor[:first], tiled(tensor[first:])])
+    if end.startswith("in_proj"):
+        return name, tiled(tensor)
+    if end == "out_proj.weight":
+        return name, tiled(tensor.T.copy()).T
+    if end == "A_log":
+        return f"{name}.", -np.exp(tiled(tensor))
+    return (
+        (name.replace("dt_bias", "dt_proj.bias"), tiled(tensor))
+        if end == "dt_bias"
+        else (
+            name,
+            tensor,
+        )
+    )
 
 
 def _gpt_oss_experts(name: str, tensor: np.ndarray):
