@@ -125,7 +125,7 @@ def test_padding_that_a_config_json_does_not_state():
     for kind in FAMILIES.keys() & MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.keys():
         wanted = transformers.CONFIG_MAPPING[kind]().pad_token_id
         if kind not in ("t5", "mt5"):
-            assert PAD_TOKEN_IDS.get(kind) == wanted, kind
+            assert PAD_TOKEN_IDS.get(kind) == wanted, f"PAD_TOKEN_IDS lacks {kind}: {wanted}"
 
 
 @pytest.mark.parametrize("given, wanted", [({}, 0), ({"pad_token_id": None}, None)])

@@ -49,9 +49,10 @@ _NO_STRUCTURE = (
 # The padding of classifiers whose config.json does not state it, by `model_type`; others have none.
 PAD_TOKEN_IDS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), 0),
-    **dict.fromkeys(("biogpt", "olmo", "olmo2", "olmo3", "opt"), 1),
+    **dict.fromkeys(("biogpt", "olmo", "olmo2", "olmo3", "opt", "seed_oss"), 1),
     **dict.fromkeys(("glm", "glm4"), 151329),
     "helium": 3,
+    "ministral3": 11,
     "phi3": 32000,
     "smollm3": 128004,
 }
