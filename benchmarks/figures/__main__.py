@@ -11,12 +11,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.common.environment import ROOT
 from benchmarks.figures.charts import charts, svg
-from benchmarks.figures.results import Result, ResultFileError, is_quantised
+from benchmarks.figures.results import Place, ResultFileError, is_quantised
 from benchmarks.figures.tables import PAGES, TABLES, peers, tables
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def load(folder: Path) -> list[Result]:
+def load(folder: Path) -> list[Place]:
     """Read every `*.json` of the folder, by kind and name.
 
     Raises:
@@ -57,7 +58,7 @@ def load(folder: Path) -> list[Result]:
     return sorted(results, key=lambda result: KINDS.index(result.kind))
 
 
-def _read(path: Path) -> Result:
+def _read(path: Path) -> Place:
     try:
         text = path.read_bytes()
         data = json.loads(text)
@@ -69,10 +70,10 @@ def _read(path: Path) -> Result:
             f"{path}: 'benchmark' is {kind!r}, and should be one of {', '.join(KINDS)}; "
             "keep other files elsewhere"
         )
-    return Result(path, data, hashlib.sha256(path.name.encode() + text).hexdigest())
+    return Place(path, data, hashlib.sha256(path.name.encode() + text).hexdigest())
 
 
-def check_commits(results: list[Result], root: Path) -> None:
+def check_commits(results: list[Place], root: Path) -> None:
     """Refuse results of commits that are not in the checkout's history.
 
     A checkout without its whole history cannot check this, and says so on stderr.
@@ -145,7 +146,7 @@ def update(root: Path, *, write: bool) -> list[Path]:
     return stale
 
 
-def render(page: str, results: list[Result], root: Path) -> str:
+def render(page: str, results: list[Place], root: Path) -> str:
     """Return the text between the markers of a page.
 
     The README has the first comparison with other engines on each processor, with weights in the
@@ -153,10 +154,9 @@ def render(page: str, results: list[Result], root: Path) -> str:
     """
     up = "../" * page.count("/")
 
-    def link(result: Result) -> str:
-        return up + result.path.relative_to(root).as_posix()
+    results = [replace(each, link=up + each.path.relative_to(root).as_posix()) for each in results]
 
-    def pictures(result: Result) -> list[str]:
+    def pictures(result: Place) -> list[str]:
         return [
             f"![{TABLES[result.kind][0]}: {name}]({up}{FIGURES}/{name}.svg)"
             for name in charts(result)
@@ -168,12 +168,12 @@ def render(page: str, results: list[Result], root: Path) -> str:
         compared = [each for each in offline if each.has_peers and not is_quantised(each)]
         processors = {str(each.get("device", "host_cpu")): each for each in reversed(compared)}
         for result in sorted(processors.values(), key=compared.index):  # the first one of each
-            parts += [peers(result, link(result)), *pictures(result)]
+            parts += [peers(result), *pictures(result)]
     for kind in PAGES.get(page, ()):
         own = [result for result in results if result.kind == kind]
         if own:
             parts.append(f"## {TABLES[kind][0]}")
-            for result, text in zip(own, tables(kind, own, link), strict=True):
+            for result, text in zip(own, tables(kind, own), strict=True):
                 parts += [text] if text else []
                 parts += pictures(result)
     shows_devices = page == README or "gpu_check" in PAGES[page]

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.figures.render import (
     Cell,
-    Place,
     Table,
     caption,
     drawn,
@@ -17,7 +16,7 @@ from benchmarks.figures.render import (
     name,
     show_in,
 )
-from benchmarks.figures.results import Result
+from benchmarks.figures.results import Place
 
 # Goals: our peak over that of the best baseline, about that of the thesis.
 WANTED = {"lstm": 1.25, "seq2seq": 1.6, "treelstm": 1.8}
@@ -40,27 +39,26 @@ HOST = Table(
 )
 
 
-def batching(result: Result, link: str) -> str:
+def batching(whole: Place) -> str:
     """Return a row for each policy of each workload, and one for each other system."""
-    whole = Place(result, link)
-    hidden, given = result.get("sizes", "hidden_size"), result.get("arguments")
+    hidden, given = whole.get("sizes", "hidden_size"), whole.get("arguments")
     parts = []
-    if result.get("compared"):
-        what = f"Hidden size {hidden}, sentences as in {result.get('arguments', 'lengths')}"
+    if whole.get("compared"):
+        what = f"Hidden size {hidden}, sentences as in {whole.get('arguments', 'lengths')}"
         parts += [
-            caption(result, what, link),
+            caption(whole, what),
             drawn(_GOALS, _with_baseline, whole),
             _lost(whole),
             drawn(_POLICIES, each("compared", ..., "peaks_per_s", ...), whole),
         ]
-    if result.data.get("compare"):
+    if whole.data.get("compare"):
         folds = "; ours computes products with embeddings when it loads the model"
         how = "" if given.get("unfolded") else folds
         what = f"Other systems, hidden size {hidden}, the same requests and weights{how}"
         parts += [
-            caption(result, what, link),
+            caption(whole, what),
             drawn(_SYSTEMS, each("compare", ...), whole),
-            *_behind(result.data["compare"]),
+            *_behind(whole.data["compare"]),
         ]
     return joined(*parts)
 

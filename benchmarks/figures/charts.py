@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.render import name
-from benchmarks.figures.results import Result, bound_name, by_policy, is_quantised
+from benchmarks.figures.results import Place, bound_name, by_policy, is_quantised
 
 INK = "#767676"  # a contrast of 4 to 5 on white and on near black
 OURS = "#0072B2"
@@ -135,10 +135,10 @@ def svg(draw: Callable[[], Figure], identifier: str) -> bytes:
     return data.getvalue()
 
 
-def peers(result: Result) -> Figure:
+def peers(result: Place) -> Figure:
     """Draw the engines that ran, the fastest on top, and the bound as a line."""
     rates = {
-        name: result.spread(("compare", "engines", name), "output_tokens_per_s")
+        name: result.inside("compare", "engines", name).spread("output_tokens_per_s")
         for name, figures in result.items("compare", "engines")
         if not figures.get("error")
     }
@@ -163,15 +163,14 @@ def peers(result: Result) -> Figure:
     return figure
 
 
-def policies(result: Result) -> Figure:
+def policies(result: Place) -> Figure:
     """Draw throughput and, where it was measured, median latency of every policy."""
     names = [name for name, _ in result.items("policies")]
-    rates = [result.spread(("policies", name), "output_tokens_per_s") for name in names]
-    latencies = [
-        found
-        for name in names
-        if (found := result.optional_spread(("policies", name), "latency_s", "p50")) is not None
-    ]
+    rates = [result.inside("policies", name).spread("output_tokens_per_s") for name in names]
+    spreads = (
+        result.inside("policies", name).optional_spread("latency_s", "p50") for name in names
+    )
+    latencies = [found for found in spreads if found is not None]
     figure = canvas(8 if latencies else 5, 0.6 + 0.32 * len(names))
     if not latencies:
         axes = figure.subplots()
@@ -184,14 +183,14 @@ def policies(result: Result) -> Figure:
     return figure
 
 
-def has_latency_split(result: Result) -> bool:
+def has_latency_split(result: Place) -> bool:
     """Return whether the runs used a predictor and have the parts of their time."""
     if not result.get("arguments").get("predictor"):
         return False
     return all("latency_split_s" in figures for _, figures in result.items("policies"))
 
 
-def latency_split(result: Result) -> Figure:
+def latency_split(result: Place) -> Figure:
     """Draw figure 6 of the S3 paper: the parts of the seconds of a run."""
     names = [name for name, _ in result.items("policies")]
     figure = canvas(7, 0.8 + 0.32 * len(names))
@@ -209,12 +208,12 @@ def latency_split(result: Result) -> Figure:
     return figure
 
 
-def online(result: Result) -> Figure:
+def online(result: Place) -> Figure:
     """Draw latency over the requests served, with one line for each policy."""
     return _load_curves(result, ("policies",))
 
 
-def conversations(number: int, result: Result) -> Figure:
+def conversations(number: int, result: Place) -> Figure:
     """Draw a set of conversations as figures 3.12, 3.15 and 3.16 of the Pensieve thesis."""
     figure = _load_curves(result, ("sets", number, "policies"))
     rounds = result.number("sets", number, "min_rounds")
@@ -229,7 +228,7 @@ def conversations(number: int, result: Result) -> Figure:
     return figure
 
 
-def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
+def _load_curves(result: Place, at: tuple[str | int, ...]) -> Figure:
     figure = canvas(7, 3.6)
     axes = figure.subplots()
     for policy, _ in result.items(*at):
@@ -243,13 +242,13 @@ def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
     return figure
 
 
-def simulate(result: Result) -> Figure:
+def simulate(result: Place) -> Figure:
     """Draw predicted over measured throughput, with one point for each policy."""
     figure = canvas(4, 4)
     axes: Any = figure.subplots()
     places = [("policies", i) for i, _ in result.items("policies")]
     measured, predicted = (
-        [result.spread(at, kind, "output_tokens_per_s").median for at in places]
+        [result.inside(*at).spread(kind, "output_tokens_per_s").median for at in places]
         for kind in ("measured", "predicted")
     )
     axes.axline((0, 0), slope=1, color=INK, linewidth=1, linestyle="--")
@@ -261,7 +260,7 @@ def simulate(result: Result) -> Figure:
     return figure
 
 
-def _constant(result: Result) -> Figure:
+def _constant(result: Place) -> Figure:
     figure = canvas(10, 3.2)
     total, rate, latency = figure.subplots(1, 3)
     alone_s = result.number("alone_s")
@@ -285,7 +284,7 @@ def _constant(result: Result) -> Figure:
     return figure
 
 
-def _poisson(result: Result) -> Figure:
+def _poisson(result: Place) -> Figure:
     figure = canvas(6.5, 3.4)
     axes = figure.subplots()
     alone_s = result.number("alone_s")
@@ -302,7 +301,7 @@ def _poisson(result: Result) -> Figure:
     return figure
 
 
-def _uniform(result: Result) -> Figure:
+def _uniform(result: Place) -> Figure:
     figure = canvas(6.5, 3.4)
     axes = figure.subplots()
     longest: list[float] = []
@@ -316,7 +315,7 @@ def _uniform(result: Result) -> Figure:
     return figure
 
 
-def _progress(result: Result) -> Figure:
+def _progress(result: Place) -> Figure:
     """Draw cumulative tokens with the most requests, and for the other windows."""
     figure = canvas(7, 3.6)
     axes: Any = figure.subplots()
@@ -332,7 +331,7 @@ def _progress(result: Result) -> Figure:
     return figure
 
 
-def _cumulative(result: Result, part: str, run: int) -> tuple[list[float], list[float]]:
+def _cumulative(result: Place, part: str, run: int) -> tuple[list[float], list[float]]:
     """Return times and counts of tokens, evenly spaced between an answer's first and its end."""
     times: list[float] = []
     for i, _ in result.items(part, run, "requests"):
@@ -367,7 +366,7 @@ _THESIS_COLOURS = {
 _COLUMNS = 2
 
 
-def _panels(result: Result) -> Figure:
+def _panels(result: Place) -> Figure:
     sets = [s for s, _ in result.items("sets")]
     num_rows = -(-len(sets) // _COLUMNS)
     figure = canvas(8, 0.4 + 2.3 * num_rows)
@@ -392,7 +391,7 @@ def _panels(result: Result) -> Figure:
     return figure
 
 
-def _panel_title(result: Result, s: int) -> str:
+def _panel_title(result: Place, s: int) -> str:
     each = result.get("sets", s)
     return (
         f"{each['figure']}: {each['model']}, {each['min_rounds']} rounds or more, "
@@ -413,7 +412,7 @@ _BAR_COLUMNS = 3
 _GAP = 0.2
 
 
-def _systems(figure: int, result: Result) -> Figure:
+def _systems(figure: int, result: Place) -> Figure:
     """Draw throughput: a plot for each model and task, a group for each bound, a bar a system."""
     names = (
         tuple(_SYSTEM_COLOURS) if figure == 7 else ("fastertransformer", "rra", "waa", "continuous")
@@ -439,7 +438,7 @@ def _systems(figure: int, result: Result) -> Figure:
     return picture
 
 
-def _changed(result: Result) -> Figure:
+def _changed(result: Place) -> Figure:
     """Draw figure 11 of WAA: throughput without a change and planned anew, and the p99 latency."""
     rows = [row for _, row in result.items("figure_11") if row["policy"] == "waa"]
     kinds = list(dict.fromkeys(row["changed"] for row in rows))
@@ -493,7 +492,7 @@ def _bound(point: dict[str, Any]) -> str:
     return "none" if point["bound_s"] is None else f"{point['bound_s']:.1f}"
 
 
-_EXEGPT: dict[str, Callable[[Result], Figure]] = {
+_EXEGPT: dict[str, Callable[[Place], Figure]] = {
     **{f"_{number}": partial(_systems, number) for number in (6, 7, 8)},
     "_11": _changed,
 }
@@ -528,9 +527,9 @@ _LEAST_MS = 0.01  # of a logarithmic axis
 _HIGHEST = 40.0
 
 
-def _cell_charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
+def _cell_charts(result: Place) -> dict[str, Callable[[Place], Figure]]:
     """Return the drawing functions of each figure for which the result has a workload."""
-    found: dict[int, Callable[[Result], Figure]] = {
+    found: dict[int, Callable[[Place], Figure]] = {
         number: partial(_lines, number) for number in _LINES if _workloads(result, number)
     }
     if _sweeps(result, ("lstm",)):
@@ -538,17 +537,17 @@ def _cell_charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
     return {f"_{number}": chart for number, chart in sorted(found.items())}
 
 
-def _workloads(result: Result, number: int) -> list[tuple[str, str]]:
+def _workloads(result: Place, number: int) -> list[tuple[str, str]]:
     return _sweeps(result, _LINES[number][0])
 
 
-def _sweeps(result: Result, names: Sequence[str]) -> list[tuple[str, str]]:
+def _sweeps(result: Place, names: Sequence[str]) -> list[tuple[str, str]]:
     points = [point for _, point in result.items("points")]
     found = dict.fromkeys((point["application"], point["how"]) for point in points)
     return [workload for workload in found if workload[0] in names]
 
 
-def _lines(number: int, result: Result) -> Figure:
+def _lines(number: int, result: Place) -> Figure:
     """Draw p90 latency over served requests a second, a plot for each workload."""
     workloads = _workloads(result, number)
     num_rows = -(-len(workloads) // _COLUMNS)
@@ -565,7 +564,7 @@ def _lines(number: int, result: Result) -> Figure:
     return figure
 
 
-def _plot_sweep(axes, result: Result, workload: tuple[str, str], policies: Sequence[str]) -> dict:
+def _plot_sweep(axes, result: Place, workload: tuple[str, str], policies: Sequence[str]) -> dict:
     points = [(policy, at) for policy, at in _points_of(result, workload) if _rate(result, at)]
     lines, least = {}, float("inf")
     for policy in dict.fromkeys(policy for policy, _ in points):
@@ -582,7 +581,7 @@ def _plot_sweep(axes, result: Result, workload: tuple[str, str], policies: Seque
     return lines
 
 
-def _latency_parts(result: Result) -> Figure:
+def _latency_parts(result: Place) -> Figure:
     """Draw the distributions of queueing and of computing at low load, as in figure 2.9."""
     workloads = _sweeps(result, ("lstm",))
     figure = canvas(8, 0.6 + 2.4 * len(workloads))
@@ -609,7 +608,7 @@ def _latency_parts(result: Result) -> Figure:
     return figure
 
 
-def _at_low_load(result: Result, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
+def _at_low_load(result: Place, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
     """Return every policy's point at the rate next to a quarter of BatchMaker's peak."""
     points = _points_of(result, workload)
     served = [
@@ -622,7 +621,7 @@ def _at_low_load(result: Result, workload: tuple[str, str]) -> list[tuple[str, t
     return [(policy, at) for policy, at in points if _rate(result, at) == wanted]
 
 
-def _points_of(result: Result, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
+def _points_of(result: Place, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
     return [
         (point["policy"], ("points", index))
         for index, point in result.items("points")
@@ -630,7 +629,7 @@ def _points_of(result: Result, workload: tuple[str, str]) -> list[tuple[str, tup
     ]
 
 
-def _rate(result: Result, at: tuple[Any, ...]) -> float | None:
+def _rate(result: Place, at: tuple[Any, ...]) -> float | None:
     return result.optional(*at, "rate")
 
 
@@ -639,22 +638,22 @@ def _legend_of_lines(figure: Figure, lines: dict) -> None:
     figure.legend(lines.values(), names, loc="outside upper left", ncols=4, frameon=False)
 
 
-Chart = Callable[[Result], Figure]
+Chart = Callable[[Place], Figure]
 
 
-def _conversation_charts(result: Result) -> dict[str, Chart]:
+def _conversation_charts(result: Place) -> dict[str, Chart]:
     if "," not in result.get("arguments")["rates"]:
         return {}  # one rate makes no line
     return {f"_{i + 1}": partial(conversations, i) for i, _ in result.items("sets")}
 
 
-def _policy_charts(result: Result) -> dict[str, Chart]:
+def _policy_charts(result: Place) -> dict[str, Chart]:
     split = {"_split": latency_split} if has_latency_split(result) else {}
     return {"": policies, **split}
 
 
 # Kind -> the ends of the figures' names, and their drawing functions. Other kinds have only tables.
-_CHARTS: dict[str, Callable[[Result], Mapping[str, Chart]]] = {
+_CHARTS: dict[str, Callable[[Place], Mapping[str, Chart]]] = {
     "offline": lambda result: {"_peers": peers} if result.has_peers else {},
     "policies": _policy_charts,
     "online": lambda _: {"": online},
@@ -667,7 +666,7 @@ _CHARTS: dict[str, Callable[[Result], Mapping[str, Chart]]] = {
 }
 
 
-def charts(result: Result) -> dict[str, Chart]:
+def charts(result: Place) -> dict[str, Chart]:
     """Return the drawing function of each figure, by its file name without the extension.
 
     `svg` draws figures, and raises ResultFileError if the file lacks a field of its kind.

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.figures.render import (
     Column,
-    Place,
     Table,
     caption,
     drawn,
@@ -19,7 +18,7 @@ from benchmarks.figures.render import (
     name,
     table,
 )
-from benchmarks.figures.results import Result
+from benchmarks.figures.results import Place
 
 _BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
 _FAMILIES = ("rra", "waa", "continuous")
@@ -29,32 +28,31 @@ _LEAST = 1.005
 _Point = dict[str, Any]
 
 
-def simulated(result: Result, link: str) -> str:
+def simulated(result: Place) -> str:
     """Return the gains, every figure and table next to the paper's, and the lost comparisons."""
-    whole = Place(result, link)
     return joined(
-        _gains(result, link),
-        _in_words(result, link),
+        _gains(result),
+        _in_words(result),
         _kept(result),
         _search(result),
-        drawn(_points("figure"), each("points", ...), whole),
+        drawn(_points("figure"), each("points", ...), result),
         _lost(result),
-        drawn(_points("figure 7"), each("figure_7", ...), whole),
-        _checked(result, link),
-        _long_tailed(whole),
+        drawn(_points("figure 7"), each("figure_7", ...), result),
+        _checked(result),
+        _long_tailed(result),
         *(
-            drawn(columns, each(key, ...), whole)
+            drawn(columns, each(key, ...), result)
             for key, columns in (("figure_11", _CHANGED), ("table_5", _MONOTONE))
             if result.items(key)
         ),
-        drawn(_CASE_STUDY, each("table_6", ...), whole),
+        drawn(_CASE_STUDY, each("table_6", ...), result),
     )
 
 
 # ---- plans and schedules on a device ----
 
 
-def bounds(result: Result, link: str) -> str:
+def bounds(result: Place) -> str:
     """Return plans and hand-tuned batch sizes under equal bounds, and the lost comparisons."""
     points = [(task, point) for task, own in result.items("tasks") for point in own]
     policies = list(dict.fromkeys(policy for _, point in points for policy in point["best"]))
@@ -66,7 +64,7 @@ def bounds(result: Result, link: str) -> str:
             f"{best[p]['answers_per_s']:.3f} ({best[p]['batch']})" if best.get(p) else "NS"
             for p in policies
         ]
-        rows.append([task, _bound(point), *cells, *_planned(planned, link)])
+        rows.append([task, _bound(point), *cells, *_planned(planned, result.link)])
         most = max((best[p]["answers_per_s"] for p in policies if best.get(p)), default=0.0)
         behind += most > (planned["answers_per_s"] if planned else 0.0)
         is_late = bool(planned and planned["p99_s"] > (point["bound_s"] or math.inf))
@@ -79,7 +77,7 @@ def bounds(result: Result, link: str) -> str:
         "the bound"
     )
     return joined(
-        caption(result, what, link),
+        caption(result, what),
         table(header, rows),
         f"The plan is behind the best of the others under {behind} of {len(points)} bounds. Its "
         f"own p99 is over {late} of them; sizes of the others whose p99 is over the bound do not "
@@ -112,7 +110,7 @@ def _errors(simulated: dict[str, Any]) -> str:
 
 
 def _measured_below(whole: Place) -> Iterator[str]:
-    result, schedules = whole.result, whole.result.items("schedules")
+    result, schedules = whole, whole.items("schedules")
     if schedules:
         errors = result.get("errors")
         throughput, p99 = errors["output_tokens_per_s"], errors["p99_s"]
@@ -216,30 +214,30 @@ def _bound_of(row: Place) -> str:
     return _bound(row.get())
 
 
-def _gains(result: Result, link: str) -> str:
+def _gains(result: Place) -> str:
     header = ("mean gain over FasterTransformer", "plan", "RRA and WAA", "paper")
     paper = result.get("paper_mean_gain")
 
     def cells(*keys: str) -> list[str]:
         found = [result.get(key, keys[-1]) for key in keys[:-1]]
-        return ["" if value is None else linked(value, ".2f", link) for value in found]
+        return ["" if value is None else linked(value, ".2f", result.link) for value in found]
 
     rows = [
         [named, *cells("mean_gain", "mean_gain_exegpt", key), f"{paper[key]:g}"]
         for key, named in (("small", "figure 6"), ("large", "figure 8"), ("all", "all"))
     ]
     overlapping = result.get("mean_gain_overlapping")
-    shown = "" if overlapping is None else linked(overlapping, ".2f", link)
+    shown = "" if overlapping is None else linked(overlapping, ".2f", result.link)
     rows.append(["all, if RRA's rounds overlap", "", shown, ""])
     for baseline in _BASELINES[1:]:
         gains = cells("mean_gain_over", "mean_gain_exegpt_over", baseline)
         rows.append([f"all, over {name(baseline)} instead", *gains, ""])
     what = "Throughput under the paper's four bounds, A40 and A100 as rooflines"
     how = "estimated, and bounded schedules simulated with sampled lengths"
-    return joined(caption(result, what, link, how=how), table(header, rows))
+    return joined(caption(result, what, how=how), table(header, rows))
 
 
-def _kept(result: Result) -> str:
+def _kept(result: Place) -> str:
     played = result.get("played")
     if played is None:
         return ""
@@ -256,7 +254,7 @@ def _kept(result: Result) -> str:
     )
 
 
-def _search(result: Result) -> str:
+def _search(result: Place) -> str:
     search, missed = result.get("search"), result.get("algorithm_1")
     shares = search["most_evaluated_share"]
     return (
@@ -314,7 +312,7 @@ def _schedule(point: _Point) -> str:
     return f"{schedule}; {num_sharded} in shards of {point['degree']}" if num_sharded else schedule
 
 
-def _lost(result: Result) -> str:
+def _lost(result: Place) -> str:
     """Return how often a baseline is ahead of the plan, and of ExeGPT's own schedules."""
     points = result.get("points")
     lost, own = _ahead(points, "per_s"), _ahead(points, "exegpt_per_s")
@@ -355,7 +353,7 @@ def _ahead(points: Sequence[_Point], of: str) -> str:
     return "; ".join(parts)
 
 
-def _checked(result: Result, link: str) -> str:
+def _checked(result: Place) -> str:
     header = ("figure 7", "bound, s", "policy", "batch", "answers/s", "estimated")
     header += ("p99, s", "estimated", "within the bound")
     rows = [
@@ -364,7 +362,7 @@ def _checked(result: Result, link: str) -> str:
             _bound(point),
             name(system),
             str(each["batch"]),
-            linked(each["per_s"], ".2f", link),
+            linked(each["per_s"], ".2f", result.link),
             f"{each['estimated_per_s']:.2f}",
             "" if each["p99_length_s"] is None else f"{each['p99_length_s']:.2f}",
             f"{each['estimated_latency_s']:.2f}",
@@ -391,7 +389,7 @@ _LONG_TAILED = (
 
 
 def _long_tailed(whole: Place) -> str:
-    gains = [row["gain"] for _, row in whole.result.items("figure_10")]
+    gains = [row["gain"] for _, row in whole.items("figure_10")]
     if not gains:
         return ""
     return joined(
@@ -438,10 +436,10 @@ _CASE_STUDY = (
 # ---- what the paper says in words ----
 
 
-def _in_words(result: Result, link: str) -> str:
+def _in_words(result: Place) -> str:
     """Return a row for each figure that the paper gives in its text; "" without points."""
     points = [point for _, point in result.items("points")]
-    rows = [*_gains_in_words(points, link), *_margins(result, link), *_changes(result, link)]
+    rows = [*_gains_in_words(points, result.link), *_margins(result), *_changes(result)]
     return table(("paper, in words", "paper", "plan", "RRA and WAA", "RRA"), rows) if rows else ""
 
 
@@ -474,7 +472,7 @@ def _gains_in_words(points: Sequence[_Point], link: str) -> Iterator[list[str]]:
             yield [named, paper, *cells]
 
 
-def _margins(result: Result, link: str) -> Iterator[list[str]]:
+def _margins(result: Place) -> Iterator[list[str]]:
     """Yield how much a p99 latency grows if lengths change and the schedule of WAA does not.
 
     That is the tighter bound under which the schedule has to be found (section 7.6): of all answers
@@ -493,10 +491,10 @@ def _margins(result: Result, link: str) -> Iterator[list[str]]:
         for sla, key, paper in zip("ab", keys, papers, strict=True):
             margin = after[key] / before[key] - 1
             named = f"figure 11, WAA, {changed} times {by:g}: tighter bound, SLA {sla}"
-            yield [named, paper, "", linked(margin, ".0%", link), ""]
+            yield [named, paper, "", linked(margin, ".0%", result.link), ""]
 
 
-def _changes(result: Result, link: str) -> Iterator[list[str]]:
+def _changes(result: Place) -> Iterator[list[str]]:
     """Yield the largest gap of RRA's unchanged schedule to the one planned anew."""
     rows = [row for _, row in result.items("figure_11") if row["policy"] == "rra"]
     keys = {
@@ -513,4 +511,4 @@ def _changes(result: Result, link: str) -> Iterator[list[str]]:
             ]
             if found:
                 at = f"figure 11, RRA, {named}: {what} of the unchanged schedule off by at most"
-                yield [at, f"under {paper}", "", "", linked(max(found), ".0%", link)]
+                yield [at, f"under {paper}", "", "", linked(max(found), ".0%", result.link)]

@@ -8,7 +8,6 @@ from benchmarks.common.counters import PrefixCounts
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.render import (
     Column,
-    Place,
     Table,
     each,
     key,
@@ -16,14 +15,14 @@ from benchmarks.figures.render import (
     lost,
     table,
 )
-from benchmarks.figures.results import by_policy
+from benchmarks.figures.results import Place, by_policy
 
 # The policies of the S3 paper's tables, in the order of their numbers.
 _S3_POLICIES = ("orca", "s3", "s3_oracle")
 
 
 def _flover_rows(whole: Place) -> Iterator[Place]:
-    last = {policy: points[-1] for policy, points in by_policy(whole.result, "constant").items()}
+    last = {policy: points[-1] for policy, points in by_policy(whole, "constant").items()}
     return (whole.inside("constant", i) for i in last.values())
 
 
@@ -56,7 +55,7 @@ _S3_ROWS = each("models", ..., ...)
 def _of_paper(figure: str) -> Callable[[Place], str]:
     def cell(row: Place) -> str:
         _, model, policy = row.at
-        values = row.result.get("paper").get(model, {}).get(figure, ())
+        values = row.above(0).get("paper").get(model, {}).get(figure, ())
         theirs = dict(zip(_S3_POLICIES, values, strict=False))
         return f"{theirs[policy]:.0f}" if policy in theirs else ""
 
@@ -65,7 +64,7 @@ def _of_paper(figure: str) -> Callable[[Place], str]:
 
 def _within_slo(row: Place) -> str:
     _, model, policy = row.at
-    rates = row.result.get("slo").get(model, {}).get(policy, ())
+    rates = row.above(0).get("slo").get(model, {}).get(policy, ())
     within = [each["requests_within_per_s"] for each in rates]
     return f"{max(within):.2f}" if within else ""
 

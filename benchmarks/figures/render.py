@@ -9,42 +9,10 @@ from typing import Any, final
 
 from benchmarks.common.policies import BASELINES, PREDICTING, missing_baselines
 from benchmarks.common.repeats import Spread
-from benchmarks.figures.results import Result, ResultFileError
+from benchmarks.figures.results import Place, ResultFileError
 
 # A difference below this share is no loss.
 _LEAST_LOSS = 0.0005
-
-
-@final
-@dataclass(frozen=True)
-class Place:
-    """An object inside a result, and the address of the result's file relative to the page."""
-
-    result: Result
-    link: str
-    at: tuple[str | int, ...] = ()
-
-    def above(self, depth: int) -> Place:
-        """Return the object that is `depth` keys below the result and contains this one."""
-        return replace(self, at=self.at[:depth])
-
-    def inside(self, *keys: str | int) -> Place:
-        return replace(self, at=(*self.at, *keys))
-
-    def get(self, *keys: str | int) -> Any:
-        return self.result.get(*self.at, *keys)
-
-    def number(self, *keys: str | int) -> float:
-        return self.result.number(*self.at, *keys)
-
-    def optional(self, *keys: str | int) -> float | None:
-        return self.result.optional(*self.at, *keys)
-
-    def spread(self, *keys: str | int) -> Spread:
-        return self.result.spread(self.at, *keys)
-
-    def linked(self, text: str) -> str:
-        return f"[{text}]({self.link})"
 
 
 Cell = Callable[[Place], str]
@@ -70,12 +38,11 @@ class Table:
     how: str | Callable[[Place], str | None] | None = None
     below: Callable[[Place], Iterable[str]] = lambda _: ()
 
-    def __call__(self, result: Result, link: str) -> str:
+    def __call__(self, whole: Place) -> str:
         """Return the caption, the table, and the text below it."""
-        whole = Place(result, link)
         how = self.how(whole) if callable(self.how) else self.how
         return joined(
-            caption(result, show_in(self.what, whole), link, how=how),
+            caption(whole, show_in(self.what, whole), how=how),
             drawn(self.columns, self.rows, whole),
             *self.below(whole),
         )
@@ -143,7 +110,7 @@ class Field:
         found = self.place.get(*self.keys)
         if isinstance(found, dict):
             low, high = found["range"]
-            return Spread(found["median"], low, high, self.place.result.repeats)
+            return Spread(found["median"], low, high, self.place.repeats)
         depth = self._depth_of_runs()
         return self.place.inside(*self.keys[:depth]).spread(*self.keys[depth:])
 
@@ -183,9 +150,7 @@ def each(*path: Any) -> Rows:
             found = [
                 place.inside(inner)
                 for place in found
-                for inner in (
-                    [name for name, _ in place.result.items(*place.at)] if key is ... else [key]
-                )
+                for inner in ([name for name, _ in place.items()] if key is ... else [key])
             ]
         yield from found
 
@@ -207,24 +172,26 @@ def joined(*parts: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def caption(result: Result, what: str, link: str, *, how: str | None = None) -> str:
+def caption(result: Place, what: str, *, how: str | None = None) -> str:
     """Return what a table shows, on which machine, from which file, and from how many runs."""
     note = result.data.get("note")
-    sentences = f"{what}, on {where(result)} ([{result.path.stem}]({link})); {how or runs(result)}."
+    sentences = (
+        f"{what}, on {where(result)} ({result.linked(result.path.stem)}); {how or runs(result)}."
+    )
     return f"{sentences} {note}" if note else sentences
 
 
-def runs(result: Result) -> str:
+def runs(result: Place) -> str:
     """Return how many whole runs the figures come from."""
     if result.repeats == 1:
         return "one run"
     return f"medians of {result.repeats} whole runs (least to most)"
 
 
-def where(result: Result) -> str:
+def where(result: Place) -> str:
     """Return the machine in words."""
-    device = result.get("device")
-    if result.get("device", "platform") != "cpu":
+    device = result.above(0).get("device")
+    if device["platform"] != "cpu":
         return f"{device['count']} x {device['kind']}"
     return f"{device['host_cores']} cores of {device['host_cpu']}"
 

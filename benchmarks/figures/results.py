@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from benchmarks.common.repeats import Spread
 from jaxserve.core.errors import InvalidConfigError
-
-# Names and positions of a value in a result.
-Keys = Sequence[str | int]
 
 
 class ResultFileError(InvalidConfigError):
@@ -20,16 +17,36 @@ class ResultFileError(InvalidConfigError):
 
 @final
 @dataclass(frozen=True)
-class Result:
-    """The JSON object of one benchmark, its file, and a digest of both."""
+class Place:
+    """The result of one benchmark, or an object inside it.
+
+    Attributes:
+      path: of the file.
+      data: the whole result.
+      digest: of the file and its name.
+      link: the address of the file as a page sees it.
+      at: keys of the object in the result; none for the result itself.
+    """
 
     path: Path
     data: dict[str, Any]
     digest: str
+    link: str = ""
+    at: tuple[str | int, ...] = ()
 
     @property
     def kind(self) -> str:
         return self.data["benchmark"]
+
+    def above(self, depth: int) -> Place:
+        """Return the object that is `depth` keys below the result and contains this one."""
+        return replace(self, at=self.at[:depth])
+
+    def inside(self, *keys: str | int) -> Place:
+        return replace(self, at=(*self.at, *keys))
+
+    def linked(self, text: str) -> str:
+        return f"[{text}]({self.link})"
 
     def get(self, *keys: str | int) -> Any:
         """Return the value under nested keys.
@@ -38,14 +55,15 @@ class Result:
           ResultFileError: there is no such value.
         """
         found: Any = self.data
-        for depth, key in enumerate(keys):
+        path = (*self.at, *keys)
+        for depth, key in enumerate(path):
             try:
                 found = found[key]
             except (KeyError, IndexError, TypeError):
-                missing = ".".join(map(str, keys[: depth + 1]))
                 raise ResultFileError(
-                    f"{self.path}: a result of kind {self.kind!r} has {missing!r}, and this one "
-                    "does not; run the benchmark again, or remove the file"
+                    f"{self.path}: a result of kind {self.kind!r} has "
+                    f"{self._named(path[: depth + 1])!r}, and this one does not; run the "
+                    "benchmark again, or remove the file"
                 ) from None
         return found
 
@@ -57,7 +75,7 @@ class Result:
         """
         found = self.get(*keys)
         if isinstance(found, bool) or not isinstance(found, int | float):
-            name = ".".join(map(str, keys))
+            name = self._named((*self.at, *keys))
             raise ResultFileError(f"{self.path}: {name!r} is {found!r}, and should be a number")
         return float(found)
 
@@ -75,30 +93,29 @@ class Result:
         Raises:
           ResultFileError: the file does not say so.
         """
-        return int(self.number("repeats"))
+        return int(self.above(0).number("repeats"))
 
-    def spread(self, at: Keys, *keys: str | int) -> Spread:
-        """Return median and range of a figure over the whole runs of the object `at`.
+    def spread(self, *keys: str | int) -> Spread:
+        """Return median and range of a figure over the whole runs of this object.
 
         Raises:
           ResultFileError: the object has no runs and the file is not one of a single run, or a run
             lacks the figure.
         """
-        if "runs" in self.get(*at):
-            runs = [(*at, "runs", i) for i, _ in self.items(*at, "runs")]
-            return Spread.of([self.number(*run, *keys) for run in runs])
+        if "runs" in self.get():
+            return Spread.of([self.number("runs", i, *keys) for i, _ in self.items("runs")])
         if self.repeats > 1:
-            where = ".".join(map(str, at)) or "the file"
+            where = self._named(self.at) or "the file"
             raise ResultFileError(
                 f"{self.path}: {where} has no runs, of which there were {self.repeats}; a table "
                 "shows medians of whole runs: run the benchmark again"
             )
-        return Spread.of([self.number(*at, *keys)])
+        return Spread.of([self.number(*keys)])
 
-    def optional_spread(self, at: Keys, *keys: str | int) -> Spread | None:
+    def optional_spread(self, *keys: str | int) -> Spread | None:
         """Return the spread; None if the figure was not measured."""
-        first = (*at, "runs", 0) if "runs" in self.get(*at) else at
-        return None if self.optional(*first, *keys) is None else self.spread(at, *keys)
+        first = ("runs", 0) if "runs" in self.get() else ()
+        return None if self.optional(*first, *keys) is None else self.spread(*keys)
 
     @property
     def has_peers(self) -> bool:
@@ -116,21 +133,25 @@ class Result:
             return list(found.items())
         if isinstance(found, list):
             return list(enumerate(found))
-        name = ".".join(map(str, keys))
+        name = self._named((*self.at, *keys))
         raise ResultFileError(f"{self.path}: {name!r} is {found!r}, and should hold several")
 
+    @staticmethod
+    def _named(keys: Sequence[str | int]) -> str:
+        return ".".join(map(str, keys))
 
-def bound_name(result: Result) -> str:
+
+def bound_name(result: Place) -> str:
     """Return the name of an offline result's bound; earlier results timed the products alone."""
     return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
 
 
-def is_quantised(result: Result) -> bool:
+def is_quantised(result: Place) -> bool:
     """Return whether an offline result has weights in few bits."""
     return result.data.get("quantize") is not None
 
 
-def by_policy(result: Result, part: str) -> dict[str, list[int]]:
+def by_policy(result: Place, part: str) -> dict[str, list[int]]:
     """Return the positions of each policy's points in one part of a result."""
     positions: dict[str, list[int]] = {}
     for i, _ in result.items(part):

@@ -13,7 +13,6 @@ from benchmarks.figures import cells, exegpt, papers
 from benchmarks.figures.render import (
     Cell,
     Column,
-    Place,
     Table,
     caption,
     drawn,
@@ -28,7 +27,7 @@ from benchmarks.figures.render import (
     table,
     where,
 )
-from benchmarks.figures.results import Keys, Result, ResultFileError, bound_name, is_quantised
+from benchmarks.figures.results import Place, ResultFileError, bound_name, is_quantised
 
 # Throughput that adapters are to keep, of that without any.
 _LEAST_ADAPTED = 0.8
@@ -41,67 +40,67 @@ _OUR_WAYS = ("in process", "socket", "http", "completions")
 # ---- requests at once, and other engines ----
 
 
-def offline(results: Sequence[Result], link: Callable[[Result], str]) -> list[str]:
+def offline(results: Sequence[Place]) -> list[str]:
     """Return one table for all results, and one for the peers of each result that has them."""
     columns: tuple[Column, ...] = (
         ("workload", _offline_workload),
-        ("runs", lambda row: runs(row.result)),
+        ("runs", runs),
         ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
         ("of the bound", _reached),
         ("device waits for host", "{host_gap_share:~.1%}"),
         ("cold start", "{startup[cold][ready_s]:.0f s?}"),
         ("warm start", "{startup[warm][ready_s]:.0f s?}"),
     )
-    rows = [[show_in(cell, Place(each, link(each))) for _, cell in columns] for each in results]
+    rows = [[show_in(cell, each) for _, cell in columns] for each in results]
     first = [table([heading for heading, _ in columns], rows), *[""] * (len(results) - 1)]
     return [
-        joined(above, peers(result, link(result)) if result.has_peers else "")
+        joined(above, peers(result) if result.has_peers else "")
         for above, result in zip(first, results, strict=True)
     ]
 
 
 def _offline_workload(row: Place) -> str:
-    bits = ", weights in {quantize}," if is_quantised(row.result) else ""
+    bits = ", weights in {quantize}," if is_quantised(row) else ""
     what = "{num_requests} {workload} requests, {model}" + bits + " in {precision}, policy {policy}"
-    return f"{show_in(what, row)}, {where(row.result)}"
+    return f"{show_in(what, row)}, {where(row)}"
 
 
 def _reached(row: Place) -> str:
-    if is_quantised(row.result):  # the bound is that of weights in the model's dtype
+    if is_quantised(row):  # the bound is that of weights in the model's dtype
         return ""
-    return f"{row.number('bound', 'reached'):.0%} of {bound_name(row.result)}"
+    return f"{row.number('bound', 'reached'):.0%} of {bound_name(row)}"
 
 
-def peers(result: Result, link: str) -> str:
+def peers(result: Place) -> str:
     """Return every engine on the requests of an offline result, and where ours is behind."""
     bits = ", weights in {quantize}" if is_quantised(result) else ""
     what = "{num_requests} {workload} requests, {model}" + bits + ", every engine in turns"
     how = "medians of {compare[repeats]} whole runs (least to most)"
-    what, how = (show_in(each, Place(result, link)) for each in (what, how))
-    return joined(caption(result, what, link, how=how), engines(result, ("compare",), link))
+    what, how = (show_in(each, result) for each in (what, how))
+    return joined(caption(result, what, how=how), engines(result.inside("compare")))
 
 
-def engines(result: Result, at: Keys, link: str) -> str:
-    """Return every engine of the comparison `at`, and a sentence of where ours is behind."""
+def engines(compared: Place) -> str:
+    """Return every engine of a comparison, and a sentence of where ours is behind."""
     rows, behind = [], []
-    fewer = list(result.get(*at).get("fewer") or ())
-    for engine, figures in result.items(*at, "engines"):
+    fewer = list(compared.get().get("fewer") or ())
+    for engine, figures in compared.items("engines"):
         if figures.get("error"):
-            failed = [name(engine), f"[failed]({link})", " ".join(figures["error"].split()), ""]
-            rows.append([*failed, *[""] * len(fewer)])
+            why = " ".join(figures["error"].split())
+            rows.append([name(engine), compared.linked("failed"), why, "", *[""] * len(fewer)])
             continue
-        own = Place(result, link, (*at, "engines", engine))
+        own = compared.inside("engines", engine)
         faster_by = own.spread("jaxserve_is_faster_by")
         cells = [
             name(engine),
-            shown(own.spread("output_tokens_per_s"), ".0f", link=link),
+            shown(own.spread("output_tokens_per_s"), ".0f", link=compared.link),
             shown(faster_by, ".2f"),
             shown(own.spread("startup_s"), ".1f", " s"),
         ]
         if faster_by.median < 1:
             behind.append(f"{name(engine)}: {shown(faster_by, '.2f')} times its speed")
         for count in fewer:
-            of_fewer = Place(result, link, (*at, "fewer", count, engine))
+            of_fewer = compared.inside("fewer", count, engine)
             ratio = of_fewer.spread("jaxserve_is_faster_by")
             rate = shown(of_fewer.spread("output_tokens_per_s"), ".0f")
             cells.append(f"{rate}, {shown(ratio, '.2f')} times")
@@ -375,7 +374,7 @@ QUALITY = Table(
     ),
     how="one pass, which nothing random is in",
     below=lambda whole: [
-        f"Worse than it should be: {problem}." for _, problem in whole.result.items("warnings")
+        f"Worse than it should be: {problem}." for _, problem in whole.items("warnings")
     ],
 )
 
@@ -460,7 +459,7 @@ def _planning_columns(whole: Place) -> list[Column]:
         return lambda row: show_in(cell, row.above(0).inside("points", checkout, row.at[-1]))
 
     names = {"here": "this commit", "against": f"{whole.get('arguments')['against']}"}
-    for checkout, _ in whole.result.items("points"):
+    for checkout, _ in whole.items("points"):
         columns += [(f"{what}, {names[checkout]}", of(checkout, cell)) for what, cell in figures]
     return columns
 
@@ -565,7 +564,7 @@ _HTTP_COLUMNS: tuple[Column, ...] = (
 def _http_below(whole: Place) -> Iterator[str]:
     for point in each("points", ...)(whole):
         yield from _behind_peers(point)
-    for peer, reason in whole.result.items("failed"):
+    for peer, reason in whole.items("failed"):
         yield f"{peer} failed: {reason}"
 
 
@@ -581,10 +580,7 @@ def _behind_peers(point: Place) -> Iterator[str]:
             found.append("tokens/s: {:.0f} to {:.0f}".format(*rates))
         for figure, what in (("first_token_s", "first token"), ("token_s", "a token")):
             for level, of in (("p50", "median"), ("p99", "99th percentile")):
-                times = [
-                    each.result.optional_spread(each.at, "poisson", figure, level)
-                    for each in (theirs, ours)
-                ]
+                times = [each.optional_spread("poisson", figure, level) for each in (theirs, ours)]
                 late = [1e3 * each.median for each in times if each is not None]
                 if len(late) == 2 and late[0] < late[1]:
                     found.append("{}, {}: {:.0f} to {:.0f} ms".format(what, of, *late))
@@ -740,10 +736,10 @@ def _speculation_below(whole: Place) -> list[str]:
             behind.append(f"{place} ({faster:.2f})")
     said = f"Less than {_LEAST_SPECULATING} of the speed without: {'; '.join(behind)}."
     parts = [said if behind else ""]
-    for kind, _ in whole.result.items("peers"):
+    for kind, _ in whole.items("peers"):
         parts += [
             f"Every engine with its own lookup decoding, prompts of the kind `{kind}`:",
-            engines(whole.result, ("peers", kind), whole.link),
+            engines(whole.inside("peers", kind)),
         ]
     return parts
 
@@ -766,7 +762,7 @@ SPECULATION = Table(
 
 # Page -> kind of result, in the order of the page -> heading and table. An entry here shows a new
 # kind: on its page, and on stderr when it is measured. Offline results share a table.
-PAGES: dict[str, dict[str, tuple[str, Callable[[Result, str], str] | None]]] = {
+PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
     "docs/results/throughput.md": {
         "offline": ("All requests at once", None),
         "http": ("What HTTP costs, and other servers", HTTP),
@@ -821,28 +817,22 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Result, str], str] | None]]] = {
 TABLES = {kind: entry for kinds in PAGES.values() for kind, entry in kinds.items()}
 
 
-def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) -> list[str]:
+def tables(kind: str, results: Sequence[Place]) -> list[str]:
     """Return the Markdown of each result of a kind; the first of the offline ones has their table.
-
-    Args:
-      link: returns the address of the file as the page sees it.
 
     Raises:
       ResultFileError: a file lacks a field of its kind, or the runs of its figures.
     """
     _, make = TABLES[kind]
-    if make is None:
-        return offline(results, link)
-    return [make(result, link(result)) for result in results]
+    return offline(results) if make is None else [make(result) for result in results]
 
 
 def show_result(data: dict[str, Any]) -> None:
     """Print the table of a result that was just measured on stderr; nothing for other kinds."""
     kind = data["benchmark"]
     if kind in TABLES:
-        result = Result(Path(f"{kind}.json"), data, "")
         try:
-            (text,) = tables(kind, [result], lambda _: "")
+            (text,) = tables(kind, [Place(Path(f"{kind}.json"), data, "")])
         except ResultFileError as error:  # what the budget did not allow is not there
             text = str(error)
         show(Markdown(text))
