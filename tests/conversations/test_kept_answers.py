@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.conversations.prompts import kept_answer
-from jaxserve.engine.text import TextAssembler
+from jaxserve.engine.answers import TextAssembler
 from tests.common.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.fast

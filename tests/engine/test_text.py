@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxserve.engine.text import TextAssembler
+from jaxserve.engine.answers import TextAssembler
 
 pytestmark = pytest.mark.fast
 

@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError
+from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.grammars import outline, read_vocabulary
-from jaxserve.engine.text import TextAssembler
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.build import with_end_tokens
 

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from jaxserve.engine.text import TextAssembler
+from jaxserve.engine.answers import TextAssembler
 from jaxserve.models.tokenizer import StreamDecoder, Tokenizer
 from jaxserve.models.tokenizer_files import read_gguf_tokenizer
 
