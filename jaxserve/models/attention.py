@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig, QueryGrowth
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import HeadLayerNorm, Norm, RMSNorm, WideRMSNorm
+from jaxserve.models.norms import HeadLayerNorm, Norm, RMSNorm, UnitRMSNorm, WideRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from pallas_kernels import Rows
@@ -127,6 +127,8 @@ class Attention(SumsRows):
         if config.qk_norm:
             self.q_norm = RMSNorm(config, new, of_heads=True)
             self.k_norm = RMSNorm(config, new, of_heads=True)
+        elif config.unit_qk_norm:
+            self.q_norm, self.k_norm = UnitRMSNorm(config), UnitRMSNorm(config)
         elif config.wide_qk_norm:
             self.q_norm = WideRMSNorm(config, new, num_heads=group)
             self.k_norm = WideRMSNorm(config, new, num_heads=1)
@@ -154,7 +156,7 @@ class Attention(SumsRows):
         gate = None
         if config.attention_gate:
             gate, qkv = jnp.split(qkv, (group,), axis=2)
-        if config.qk_norm or config.wide_qk_norm or config.layer_qk_norm:
+        if config.has_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         if config.qkv_clip is not None:
@@ -181,7 +183,7 @@ def _growth(
     growth: QueryGrowth, positions: Int32[Array, " tokens"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "tokens 1 1 1"]:
     """Return the factor of each token's queries."""
-    periods = (positions // growth.period).astype(jnp.float32)
+    periods = ((positions + growth.offset) // growth.period).astype(jnp.float32)
     return (1.0 + growth.beta * jnp.log1p(periods)).astype(dtype)[:, None, None, None]
 
 

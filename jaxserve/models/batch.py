@@ -59,6 +59,40 @@ class AttentionBatch:
     slot: Int32[Array, " rows"] | None = None
 
 
+def in_chunks(rows: Rows, chunk: int, page_size: int, num_tokens: int) -> Rows:
+    """Return rows whose queries see the keys of their own chunks of the sequences only.
+
+    A row becomes one for each chunk that it has tokens in, over that chunk's pages. `num_tokens` is
+    the most that a row has; with one, rows stay in their places.
+
+    Raises:
+      NotImplementedError: pages do not divide a chunk.
+    """
+    if chunk % page_size:
+        raise NotImplementedError(
+            f"attention in chunks of {chunk} tokens over pages of {page_size}; pass a page_size "
+            "that divides the chunk"
+        )
+    # A row that begins at the end of a chunk has one token there.
+    pieces = 1 if num_tokens == 1 else (num_tokens + chunk - 2) // chunk + 1
+    piece = jnp.arange(pieces, dtype=jnp.int32)
+    first = rows.first_position[:, None]
+    base = (first // chunk + piece) * chunk  # [rows, pieces]
+    begin = jnp.maximum(first, base)
+    end = jnp.minimum(first + rows.query_length[:, None], base + chunk)
+    page = base[:, :, None] // page_size + jnp.arange(chunk // page_size)
+    page = jnp.minimum(page, rows.page_table.shape[1] - 1)
+    table = jnp.take_along_axis(rows.page_table[:, None], page, axis=2)
+    context = jnp.clip(rows.context_length[:, None] - base, 0, chunk)
+    return Rows(
+        query_start=(rows.query_start[:, None] + begin - first).reshape(-1),
+        query_length=jnp.maximum(end - begin, 0).reshape(-1),
+        first_position=(begin - base).reshape(-1),
+        context_length=context.reshape(-1),
+        page_table=table.reshape(-1, table.shape[-1]),
+    )
+
+
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -82,6 +116,10 @@ class KVCache:
     @property
     def num_pages(self) -> int:
         return self.k_pages[0].shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages[0].shape[3]
 
     @property
     def pages(self) -> KVCache:

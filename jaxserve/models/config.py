@@ -29,6 +29,7 @@ Residual = Literal["in_turn", "parallel", "parallel_one_norm"]
 BY_LAYER: Mapping[str, str] = MappingProxyType(
     {
         "sliding_windows": "sliding windows",
+        "attention_chunks": "attention chunks",
         "rotated_layers": "flags of rotation",
         "layer_kinds": "kinds of layers",
         "mlp_kinds": "kinds of MLPs",
@@ -39,13 +40,14 @@ BY_LAYER: Mapping[str, str] = MappingProxyType(
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
-    """The factor 1 + beta * ln(1 + floor(position / period)) of queries; 1 in the first period.
+    """The factor 1 + beta * ln(1 + floor((position + offset) / period)) of queries.
 
     It keeps attention sharp in long contexts (Nakanishi, arXiv:2501.19399, section 3).
     """
 
     beta: float
     period: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class DecoderConfig:
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       wide_qk_norm: whether they have one over all heads together instead.
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
+      unit_qk_norm: whether queries and keys have an RMS norm over head_dim without a scale.
       has_sinks: whether each query head has a logit that joins the softmax, without a value.
       layer_qk_norm: whether they have a layer norm over head_dim instead, with scales of each head.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
@@ -76,6 +79,8 @@ class DecoderConfig:
       attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
+      attention_chunks: the chunk of each layer, tokens: a token sees those of its own chunk of the
+        sequence only; None is full attention, the default.
       rotated_layers: whether each layer rotates queries and keys; all do by default.
       recurrence: the states of recurrent layers; None for a model without any.
       experts: the mixture of experts of layers that have one; None for a model without any.
@@ -111,6 +116,7 @@ class DecoderConfig:
     wide_qk_norm: bool = False
     layer_qk_norm: bool = False
     attention_gate: bool = False
+    unit_qk_norm: bool = False
     has_sinks: bool = False
     attention_scale: float | None = None
     query_growth: QueryGrowth | None = None
@@ -121,6 +127,7 @@ class DecoderConfig:
     rope: Rope | None = None  # the rotary embedding; None for learned positions
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
+    attention_chunks: tuple[int | None, ...] = ()
     rotated_layers: tuple[bool, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()  # the kind of each layer; all have attention by default
     # The kind of each layer's MLP; by default all have experts if the model has any.
@@ -135,6 +142,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if not self.attention_chunks:
+            object.__setattr__(self, "attention_chunks", (None,) * self.num_layers)
         if not self.rotated_layers:
             object.__setattr__(self, "rotated_layers", (True,) * self.num_layers)
         if not self.layer_kinds:
@@ -178,6 +187,11 @@ class DecoderConfig:
             )
 
     @property
+    def has_qk_norm(self) -> bool:
+        kinds = self.qk_norm, self.wide_qk_norm, self.layer_qk_norm, self.unit_qk_norm
+        return any(kinds)
+
+    @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -203,7 +217,8 @@ class DecoderConfig:
     def is_uniform(self) -> bool:
         """Whether all layers have one kind, window and rotary embedding, as a scan requires."""
         kinds = zip(self.layer_kinds, self.mlp_kinds, strict=True)
-        layers = zip(kinds, self.sliding_windows, self.layer_ropes, strict=True)
+        seen = zip(self.sliding_windows, self.attention_chunks, strict=True)
+        layers = zip(kinds, seen, self.layer_ropes, strict=True)
         return len(set(layers)) == 1
 
     @property

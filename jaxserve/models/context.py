@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.batch import AttentionBatch, KVCache, in_chunks
 from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
 from pallas_kernels import RopeTables, whole_attention
 
@@ -75,8 +75,10 @@ class PagedContext:
         sliding_window: int | None,
         batch: AttentionBatch,
         cache: KVCache,
+        chunk: int | None = None,  # see `DecoderConfig.attention_chunks`
     ):
         self.cache = cache
+        self._chunk = chunk
         self._layer = layer
         self._rope = rope
         self._sliding_window = sliding_window
@@ -102,7 +104,7 @@ class PagedContext:
             self._layer,
             qkv,
             self._rope,
-            self._batch,
+            self._chunked(qkv.shape[0]),
             alibi_slopes=alibi_slopes,
             sliding_window=self._sliding_window,
             scale=scale,
@@ -116,6 +118,15 @@ class PagedContext:
     ) -> Float[Array, "tokens ..."]:
         out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch)
         return out
+
+    def _chunked(self, num_tokens: int) -> AttentionBatch:
+        """Return the batch with rows that see their own chunks; the plan is of the whole rows."""
+        batch, chunk = self._batch, self._chunk
+        page_size = self.cache.page_size
+        if chunk is None or batch.rows.page_table.shape[1] * page_size <= chunk:
+            return batch
+        longest = min(batch.max_query_length or num_tokens, num_tokens)
+        return replace(batch, rows=in_chunks(batch.rows, chunk, page_size, longest), plan=None)
 
     def cross(self) -> CrossContext:
         batch = self._batch
@@ -164,8 +175,15 @@ class WholeContext:
 
     adapter: Int32[Array, " tokens"] | None = None
 
-    def __init__(self, length: int, rope: RopeTables | None, sliding_window: int | None):
+    def __init__(
+        self,
+        length: int,
+        rope: RopeTables | None,
+        sliding_window: int | None,
+        chunk: int | None = None,  # see `DecoderConfig.attention_chunks`
+    ):
         self._length = length
+        self._chunk = chunk
         self._rope = rope
         self._sliding_window = sliding_window
 
@@ -181,16 +199,32 @@ class WholeContext:
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        return whole_attention(
+        chunk = self._length if self._chunk is None else min(self._chunk, self._length)
+        num_sequences, missing = qkv.shape[0] // self._length, -self._length % chunk
+
+        def padded(x: Float[Array, " tokens *shape"]) -> Float[Array, " padded *shape"]:
+            """Return the tokens of whole chunks; each chunk is like a sequence of its own."""
+            x = x.reshape(num_sequences, self._length, *x.shape[1:])
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+            return x.reshape(-1, *x.shape[2:])
+
+        rope = self._rope
+        if missing:
+            qkv, rope = padded(qkv), jax.tree.map(padded, rope)
+        out = whole_attention(
             qkv,
-            self._rope,
-            length=self._length,
+            rope,
+            length=chunk,
             scale=scale,
             sliding_window=self._sliding_window,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
         )
+        if not missing:
+            return out
+        out = out.reshape(num_sequences, self._length + missing, *out.shape[1:])
+        return out[:, : self._length].reshape(-1, *out.shape[2:])
 
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike

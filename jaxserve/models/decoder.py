@@ -196,12 +196,14 @@ class Decoder(SumsRows):
         tables = self._rope_tables(positions)
         x = self._embed(tokens.reshape(-1), positions, None)
         if isinstance(self.blocks, nnx.List):
-            kinds = zip(self.blocks, config.layer_ropes, config.sliding_windows, strict=True)
-            for block, rope, window in list(kinds)[:num_layers]:
-                x = block(x, WholeContext(length, tables[rope], window))
+            seen = zip(config.sliding_windows, config.attention_chunks, strict=True)
+            kinds = zip(self.blocks, config.layer_ropes, seen, strict=True)
+            for block, rope, (window, chunk) in list(kinds)[:num_layers]:
+                x = block(x, WholeContext(length, tables[rope], window, chunk))
         else:
             graphdef, stacked = nnx.split(self.blocks)
-            context = WholeContext(length, tables[config.layer_ropes[0]], config.sliding_windows[0])
+            window, chunk = config.sliding_windows[0], config.attention_chunks[0]
+            context = WholeContext(length, tables[config.layer_ropes[0]], window, chunk)
             x, _ = lax.scan(
                 lambda x, state: (nnx.merge(graphdef, state)(x, context), None),
                 x,
@@ -313,7 +315,8 @@ class Decoder(SumsRows):
             own = cache.layer(kind, place)
             if incoming is not None and kind == "attention":
                 own = incoming.put(own, 0, incoming.fetch(place))
-            x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
+            chunk = self.config.attention_chunks[layer]
+            x, own = _one_layer(graphdef, window, chunk, state, x, tables[layer], batch, own)
             cache = cache.with_layer(kind, place, own)
             if tap is not None and tap.layer == layer + 1:
                 tapped = x[tap.rows]
@@ -329,7 +332,7 @@ class Decoder(SumsRows):
         incoming: IncomingPages | None,
     ) -> tuple[Float[Array, "tokens embed"], KVCache, Float[Array, "rows embed"] | None]:
         graphdef, stacked = nnx.split(self.blocks)
-        window = self.config.sliding_windows[0]
+        window, chunk = self.config.sliding_windows[0], self.config.attention_chunks[0]
 
         def one_layer(carry, layer_and_state):
             layer, state = layer_and_state
@@ -337,7 +340,7 @@ class Decoder(SumsRows):
             if incoming is not None:
                 cache = incoming.put(cache, layer, fetched)
                 fetched = incoming.fetch(layer + 1)  # while this layer is computed
-            context = PagedContext(layer, tables, window, batch, cache)
+            context = PagedContext(layer, tables, window, batch, cache, chunk)
             hidden = nnx.merge(graphdef, state)(hidden, context)
             if tap is not None:
                 tapped = jnp.where(layer + 1 == tap.layer, hidden[tap.rows], tapped)
@@ -351,10 +354,11 @@ class Decoder(SumsRows):
         return x, cache, tapped
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _one_layer(
     graphdef: nnx.GraphDef,
     window: int | None,
+    chunk: int | None,
     state: nnx.State,
     x: Float[Array, "tokens embed"],
     tables: RopeTables | None,
@@ -362,5 +366,5 @@ def _one_layer(
     cache: KVCache,
 ) -> tuple[Float[Array, "tokens embed"], KVCache]:
     """Run one unrolled layer over its own cache buffer; jitted: equal layers share a trace."""
-    context = PagedContext(0, tables, window, batch, cache)
+    context = PagedContext(0, tables, window, batch, cache, chunk)
     return nnx.merge(graphdef, state)(x, context), context.cache

@@ -46,6 +46,18 @@ class RMSNorm(SumsRows):
 
 
 @final
+class UnitRMSNorm(SumsRows):
+    """Root-mean-square norm without parameters."""
+
+    def __init__(self, config: DecoderConfig):
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        ones = jnp.ones(x.shape[-1:], x.dtype)
+        return rms_norm(x, ones, eps=self.eps, implementation=self.row_kernels)
+
+
+@final
 class WideRMSNorm(SumsRows):
     """Root-mean-square norm over all heads of a token; `scale` [kv_heads, num_heads, head_dim].
 

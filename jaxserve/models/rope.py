@@ -171,7 +171,8 @@ def inverse_frequencies(
     if scaling.kind == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         turns = original * frequencies / (2 * np.pi)
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        # Llama 4 has equal borders.
+        kept = turns > low if low == high else np.clip((turns - low) / (high - low), 0.0, 1.0)
     else:
 
         def dimension_of(rotations: float) -> float:

@@ -64,7 +64,8 @@ def _is_adapted(name: str, array: np.ndarray) -> bool:
     """Return whether a tensor is a matrix of a layer, and neither an expert's nor a router's."""
     in_layer = any(f".{layer}." in name for layer in range(3))
     others = (".experts.", "gate.weight", "norm", "router")
-    return in_layer and array.ndim == 2 and not any(part in name for part in others)
+    is_matrix = array.ndim == 2 and name.endswith("weight")
+    return in_layer and is_matrix and not any(part in name for part in others)
 
 
 def adapter_of(checkpoint, variant: str, rng) -> dict[str, np.ndarray]:

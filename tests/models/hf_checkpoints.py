@@ -403,6 +403,31 @@ _OTHERS = {
         ),
         {},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 4},
+            intermediate_size_mlp=60,
+            head_dim=16,
+            attention_bias=True,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            interleave_moe_layer_step=2,
+            no_rope_layers=[1, 1, 0, 0],
+            attention_chunk_size=16,
+            floor_scale=5,
+            attn_scale=0.3,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500.0,
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        {},
+    ),
     "olmoe": (
         "OlmoeConfig",
         dict(

@@ -34,6 +34,7 @@ WRAPPERS: Mapping[str, bool] = MappingProxyType(
         "qwen3_5": False,
         "qwen3_5_moe": False,
         "qwen3_vl_moe": False,
+        "llama4": False,
     }
 )
 # Fields of a config.json that change no computation of a model that generates text.
