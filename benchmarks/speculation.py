@@ -183,7 +183,7 @@ def _case(
 
 
 def _peers(options: argparse.Namespace) -> dict[str, Peer]:
-    peers = {} if options.compare is None else named(options.compare)
+    peers = named(options.compare)
     if unable := sorted(set(peers) - set(_PEERS)):
         raise InvalidConfigError(f"--compare {unable} do not look up; pass some of {_PEERS}")
     return peers

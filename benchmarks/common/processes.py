@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, final
+from typing import IO, TypeVar, final
 
 from benchmarks.common.environment import ROOT
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
+T = TypeVar("T")
 STDERR = 2
 SHOWN_LINES = 20
 POLL_S = 0.1
@@ -25,6 +26,23 @@ GRACE_S = 3.0  # between SIGTERM and SIGKILL
 @final
 class PeerError(JaxserveError):
     """A peer could not be installed, ended with an error, or did not end."""
+
+
+def chosen(
+    names: str | None, known: Mapping[str, T], groups: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, T]:
+    """Return the peers of a list separated by commas; a group is replaced by its members.
+
+    Raises:
+      InvalidConfigError: a name is neither.
+    """
+    groups = groups or {}
+    given = [] if names is None else [name.strip() for name in names.split(",")]
+    if unknown := sorted(set(given) - set(known) - set(groups)):
+        raise InvalidConfigError(
+            f"unknown peer(s) {unknown}; known are {sorted([*groups, *known])}, separated by commas"
+        )
+    return {member: known[member] for name in given for member in groups.get(name, (name,))}
 
 
 def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:

@@ -17,10 +17,9 @@ from benchmarks.cells.applications import CellRequest, Sizes
 from benchmarks.cells.models import random_weights
 from benchmarks.cells.playing import Served, figures_of
 from benchmarks.common.harness import Record, option
-from benchmarks.common.processes import PeerError, run
+from benchmarks.common.processes import PeerError, chosen, run
 from benchmarks.common.repeats import in_turns, summary
 from benchmarks.offline.peers.compare import Environment
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.items import arrival_times
 
 OURS = "jaxserve"
@@ -75,15 +74,7 @@ OPTIONS = (
 
 def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
     """Return the peers of `--compare`; none without the option."""
-    if options.compare is None:
-        return {}
-    names = [name.strip() for name in options.compare.split(",")]
-    unknown = sorted(set(names) - set(PEERS) - set(GROUPS))
-    if unknown:
-        raise InvalidConfigError(
-            f"unknown peer(s) {unknown}; known are {sorted([*GROUPS, *PEERS])}, with commas"
-        )
-    return {member: PEERS[member] for name in names for member in GROUPS.get(name, (name,))}
+    return chosen(options.compare, PEERS, GROUPS)
 
 
 def run_peers(

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from benchmarks.common.processes import SHOWN_LINES, PeerError, group
+from benchmarks.common.processes import SHOWN_LINES, PeerError, chosen, group
 from benchmarks.offline.peers.compare import PEERS as OFFLINE
 from benchmarks.offline.peers.compare import SCRIPTS as OFFLINE_SCRIPTS
 from benchmarks.offline.peers.compare import Environment
 from benchmarks.offline.peers.job import write_job, write_models
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.tokenizer_files import read_gguf_tokenizer
 from jaxserve.workload import WorkloadItem
@@ -74,14 +73,8 @@ PEERS = {
 
 
 def named(names: str) -> dict[str, PeerServer]:
-    """Return the servers of a list separated by commas; none for an empty one."""
-    given = [name.strip() for name in names.split(",")] if names else []
-    unknown = sorted(set(given) - set(PEERS))
-    if unknown:
-        raise InvalidConfigError(
-            f"unknown server(s) {unknown}; known are {sorted(PEERS)}, separated by commas"
-        )
-    return {name: PEERS[name] for name in given}
+    """Return the servers of `--compare`."""
+    return chosen(names or None, PEERS)
 
 
 @contextmanager

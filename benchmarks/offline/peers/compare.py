@@ -18,7 +18,7 @@ from typing import Any, final
 from tqdm import tqdm
 
 from benchmarks.common.harness import option
-from benchmarks.common.processes import PeerError, check_call, run
+from benchmarks.common.processes import PeerError, check_call, chosen, run
 from benchmarks.common.repeats import Figures, in_turns, ratios, summary
 from benchmarks.common.roofline import measure_machine
 from jaxserve.core.assets import cache_folder
@@ -130,15 +130,9 @@ PEERS = {
 GROUPS = {"transformers": ("transformers_static", "transformers_continuous")}
 
 
-def named(names: str) -> dict[str, Peer]:
-    """Return the peers of a list separated by commas; a group is replaced by its members."""
-    given = [name.strip() for name in names.split(",")]
-    unknown = sorted(set(given) - set(PEERS) - set(GROUPS))
-    if unknown:
-        raise InvalidConfigError(
-            f"unknown peer(s) {unknown}; known are {sorted([*GROUPS, *PEERS])}, separated by commas"
-        )
-    return {member: PEERS[member] for name in given for member in GROUPS.get(name, (name,))}
+def named(names: str | None) -> dict[str, Peer]:
+    """Return the peers of `--compare`."""
+    return chosen(names, PEERS, GROUPS)
 
 
 OURS = "jaxserve"
@@ -357,11 +351,11 @@ OPTIONS = (
 
 def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     """Return the peers of `--compare`; none without the option."""
-    if options.compare is None:
+    peers = named(options.compare)
+    if not peers:
         return {}
     from jaxserve.execution.sizes import platform_defaults
 
-    peers = named(options.compare)
     dtype = options.dtype or platform_defaults().dtype
     if dtype != PRECISION:
         raise InvalidConfigError(
