@@ -28,7 +28,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import CausalConvolution, check_kernel_size
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.recurrence import Inputs, State, computed_once
 
 _LENGTH_EPS = 1e-6  # the number that is added to the square of a length
 
@@ -166,52 +166,82 @@ def delta_rule(
     A token whose rate and decay are 0 changes nothing. Tokens read the memory before all of them
     only once, with all keys and queries.
     """
-    num_tokens = q.shape[0]
-    old = jnp.einsum("xhk,hgkv->xhgv", jnp.concatenate([k, q]), memory)
-    total = jnp.cumsum(decay, axis=0)
-    kept = jnp.exp(total)[..., None]
-    at_key, y = kept * old[:num_tokens], kept * old[num_tokens:]
-    added = rate[..., None] * (v - at_key)
+    # Heads come first, because XLA's products on the CPU are slow with batch axes elsewhere.
+    num_tokens, group = q.shape[0], v.shape[2]
+    q, k = (jnp.repeat(x.swapaxes(0, 1)[:, None], group, axis=1) for x in (q, k))
+    v = v.transpose(1, 2, 0, 3)
+    rate, total = rate.transpose(1, 2, 0), jnp.cumsum(decay.transpose(1, 2, 0), axis=-1)
+    old = jnp.einsum("hgxk,hgkv->hgxv", jnp.concatenate([k, q], axis=2), memory)
+    q, k, v = map(computed_once, (q, k, v))
+    kept = computed_once(jnp.exp(total))[..., None]
+    at_key, y = kept * old[:, :, :num_tokens], kept * old[:, :, num_tokens:]
+    added = computed_once(rate[..., None] * (v - at_key))
     if num_tokens == 1:
-        y += jnp.sum(q * k, axis=-1)[..., None, None] * added
+        y += jnp.sum(q * k, axis=-1, keepdims=True) * added
+        new = kept * memory + k[:, :, 0, :, None] * added
     else:
         added, more = _added(q, k, added, rate, total)
         y += more
-    left = jnp.exp(total[-1] - total)[..., None] * added
-    new = jnp.exp(total[-1])[..., None, None] * memory + jnp.einsum("thk,thgv->hgkv", k, left)
-    return y, new
+        left = jnp.exp(total[..., -1:] - total)[..., None] * added
+        new = kept[:, :, -1:] * memory + jnp.einsum("hgtk,hgtv->hgkv", k, left)
+    return y.transpose(2, 0, 1, 3), new
 
 
 def _added(
-    q: Float32[Array, "tokens key_heads key_dim"],
-    k: Float32[Array, "tokens key_heads key_dim"],
-    alone: Float32[Array, "tokens key_heads group value_dim"],
-    rate: Float32[Array, "tokens key_heads group"],
-    total: Float32[Array, "tokens key_heads group"],
+    q: Float32[Array, "key_heads group tokens key_dim"],
+    k: Float32[Array, "key_heads group tokens key_dim"],
+    alone: Float32[Array, "key_heads group tokens value_dim"],
+    rate: Float32[Array, "key_heads group tokens"],
+    total: Float32[Array, "key_heads group tokens"],
 ) -> tuple[
-    Float32[Array, "tokens key_heads group value_dim"],
-    Float32[Array, "tokens key_heads group value_dim"],
+    Float32[Array, "key_heads group tokens value_dim"],
+    Float32[Array, "key_heads group tokens value_dim"],
 ]:
     """Return what each token adds at its key, and what queries read of these additions.
 
     `alone` is what it would add without the tokens before it, `total` the decay so far.
     """
-    order = jnp.arange(q.shape[0])
-    is_seen = (order[:, None] >= order)[:, :, None, None]
-    between = jnp.exp(jnp.where(is_seen, total[:, None] - total, -jnp.inf))
-    by_head = (2, 3, 0, 1)
-    seen = jnp.einsum("thk,uhk->tuh", k, k)[..., None] * between * rate[:, None]
-    # Only what is below the diagonal counts; the diagonal is taken to be one.
-    solved = lax.linalg.triangular_solve(
-        seen.transpose(by_head),
-        alone.transpose(1, 2, 0, 3),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
-    read = jnp.einsum("thk,uhk->tuh", q, k)[..., None] * between
-    y = jnp.einsum("hgtu,hguv->thgv", read.transpose(by_head), solved)
-    return solved.transpose(2, 0, 1, 3), y
+    order = jnp.arange(q.shape[2])
+    between = total[..., :, None] - total[..., None, :]
+    between = jnp.exp(jnp.where(order[:, None] >= order, between, -jnp.inf))
+    # Keys and queries are the same for all heads of a group.
+    both = jnp.einsum("hxk,huk->hxu", jnp.concatenate([k, q], axis=2)[:, 0], k[:, 0])
+    at_keys, at_queries = jnp.split(both[:, None], 2, axis=2)
+    before = jnp.where(order[:, None] > order, at_keys * between * rate[..., None], 0.0)
+    added = jnp.einsum("hgtu,hguv->hgtv", _inverse_of_one_plus(before), alone)
+    return added, jnp.einsum("hgtu,hguv->hgtv", at_queries * between, added)
+
+
+def _inverse_of_one_plus(
+    x: Float32[Array, "*batch tokens tokens"],
+) -> Float32[Array, "*batch tokens tokens"]:
+    """Return the inverse of 1 + x, for x with numbers below the diagonal only.
+
+    It is computed from the inverses of both halves of the diagonal: few products of many matrices,
+    which are faster than to solve row by row.
+    """
+    size = x.shape[-1]
+    if size == 1:
+        return jnp.ones_like(x)
+    half = -(-size // 2)
+    # The second block has a row of zeros more if the size is odd.
+    rest = [(0, 0)] * (x.ndim - 2) + [(0, 2 * half - size)] * 2
+    x = jnp.pad(x, rest)
+    blocks = jnp.stack([x[..., :half, :half], x[..., half:, half:]])
+    first, second = _inverse_of_one_plus(blocks)
+    corner = -_times(second, _times(x[..., half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    lower = jnp.concatenate([corner, second], axis=-1)
+    return jnp.concatenate([upper, lower], axis=-2)[..., :size, :size]
+
+
+def _times(
+    x: Float32[Array, "*batch tokens tokens"], y: Float32[Array, "*batch tokens tokens"]
+) -> Float32[Array, "*batch tokens tokens"]:
+    """Return the products of many matrices, which XLA on the CPU does not expect to be small."""
+    if x.shape[-1] < 8:
+        return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
+    return jnp.einsum("...ij,...jk->...ik", x, y)
 
 
 def _of_length_one(

@@ -30,7 +30,7 @@ from jaxserve.models.convolution import (
 )
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.recurrence import Inputs, State, computed_once
 from jaxserve.models.weights import Weight
 
 
@@ -170,21 +170,38 @@ class Mamba2Mixer(nnx.Module):
         both decayed since then.
         """
         num_tokens = x.shape[0]
-        grouped = step.shape[1:]
-        rate = -jnp.exp(self.a_log[...]).reshape(grouped)
+        # Groups come first, because XLA's products on the CPU are slow with batch axes elsewhere.
+        x, b, c = x.transpose(1, 2, 0, 3), b.swapaxes(0, 1), c.swapaxes(0, 1)
+        step = step.transpose(1, 2, 0)
+        grouped = step.shape[:2]
+        rate = -jnp.exp(self.a_log[...]).reshape(*grouped, 1)
         # Logarithms of what remains of the first memory after each token.
-        decay = jnp.cumsum(step * rate, axis=0)
-        order = jnp.arange(num_tokens)
-        is_before = (order[:, None] >= order)[:, :, None, None]
-        between = jnp.where(is_before, decay[:, None] - decay[None], -jnp.inf)
-        weights = jnp.einsum("tgs,ugs->tug", c, b)[..., None] * jnp.exp(between) * step[None]
+        decay = jnp.cumsum(step * rate, axis=-1)
+        kept = computed_once(jnp.exp(decay))[..., None]
         old = memory.reshape(*grouped, *memory.shape[1:])
-        y = jnp.einsum("tugm,ugmp->tgmp", weights, x)
-        y += jnp.einsum("tgs,gmps->tgmp", c, old) * jnp.exp(decay)[..., None]
-        y += x * self.skip[...].reshape(*grouped, 1)
-        added = x * (step * jnp.exp(decay[-1] - decay))[..., None]
-        new = old * jnp.exp(decay[-1])[..., None, None] + jnp.einsum("tgmp,tgs->gmps", added, b)
-        return y.reshape(num_tokens, -1), new.reshape(memory.shape)
+        flat = memory.reshape(grouped[0], -1, memory.shape[-1])
+        read = jnp.einsum("gns,gts->gnt", flat, c).reshape(*old.shape[:3], num_tokens)
+        y = kept * read.swapaxes(2, 3) + x * self.skip[...].reshape(*grouped, 1, 1)
+        added = x * (step * jnp.exp(decay[..., -1:] - decay))[..., None]
+        if num_tokens == 1:
+            y += jnp.sum(b * c, axis=-1)[:, None, :, None] * added
+            first, second = computed_once(added), computed_once(b)
+            new = kept * old + first.swapaxes(2, 3) * second[:, None]
+        else:
+            order = jnp.arange(num_tokens)
+            between = decay[..., :, None] - decay[..., None, :]
+            between = jnp.exp(jnp.where(order[:, None] >= order, between, -jnp.inf))
+            weights = jnp.einsum("gts,gus->gtu", c, b)[:, None] * between * step[:, :, None]
+            y += jnp.einsum("gmtu,gmup->gmtp", weights, x)
+            new = kept[:, :, -1:] * old
+            new += jnp.einsum("gtn,gts->gns", _by_token(added), b).reshape(old.shape)
+        return y.transpose(2, 0, 1, 3).reshape(num_tokens, -1), new.reshape(memory.shape)
+
+
+def _by_token(
+    x: Float32[Array, "groups group tokens head_dim"],
+) -> Float32[Array, "groups tokens inner"]:
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
 def mixer_weights(path: str, name: str) -> dict[str, Weight]:

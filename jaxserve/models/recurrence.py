@@ -7,6 +7,7 @@ how one sequence advances (`Advance`); the functions here do that for the rows o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from pallas_kernels import Rows
+from pallas_kernels import Rows, dispatch
 
 # The longest run of tokens that one call of an `Advance` gets. Longer rows take several calls.
 PIECE = 64
 # Rows of one token that a mixed step advances together. Slots without such a row cost nothing.
 GROUP = 32
+# Numbers of a state from which on rows of one token are computed one after another on CPUs, where
+# XLA's gathers and scatters of states cost more than the rest of such a layer.
+_SMALL = 1 << 14
 
 # The arrays of a state, by name: of one sequence in one layer, or of the slots of some layers.
 State = Mapping[str, Shaped[Array, "..."]]
@@ -55,6 +59,7 @@ def advance_rows(
     is_decode: bool,  # whether no row has more than one token
     longest: int = PIECE,  # maximum number of tokens of a piece
     group: int = GROUP,
+    in_turn: bool | None = None,
 ) -> tuple[Float[Array, "tokens ..."], State]:
     """Advance the sequence of each row by the row's tokens, from zeros if it begins at position 0.
 
@@ -64,6 +69,8 @@ def advance_rows(
 
     Args:
       group: maximum number of one-token rows that are computed together, unless `is_decode`.
+      in_turn: whether rows of one token are computed one after another, too; None for the
+        platform's choice.
 
     Returns:
       The outputs, zeros for tokens of no row, and the states after the rows. Slots without tokens
@@ -79,12 +86,20 @@ def advance_rows(
         jax.ShapeDtypeStruct((), jnp.int32),
     )[0]
     outputs = jnp.zeros((num_tokens, *shape.shape[1:]), shape.dtype)
+    is_single = rows.query_length == 1
+    if in_turn is None:
+        sizes = [math.prod(leaf.shape[2:]) for leaf in states.values()]
+        in_turn = dispatch.target_platform() == "cpu" and sum(sizes) > _SMALL
+    if in_turn:
+        state = outputs, states
+        if not is_decode:
+            state = _advance_in_turn(advance, inputs, *state, layer, slot, rows, begins, piece)
+        return _advance_in_turn(advance, inputs, *state, layer, slot, rows, begins, 1)
     if is_decode:
-        is_single = rows.query_length == 1
         return _advance_together(
             advance, inputs, outputs, states, layer, slot, rows.query_start, begins, is_single
         )
-    outputs, states = _advance_long(
+    outputs, states = _advance_in_turn(
         advance, inputs, outputs, states, layer, slot, rows, begins, piece
     )
     return _advance_single(advance, inputs, outputs, states, layer, slot, rows, begins, group)
@@ -124,6 +139,16 @@ def advance_whole(
     _, outputs = lax.scan(one, start, (jax.tree.map(pieces, dict(inputs)), counts))
     joined = jnp.moveaxis(outputs, 0, 1).reshape(num_sequences, -1, *outputs.shape[3:])
     return joined[:, :length].reshape(num_sequences * length, *outputs.shape[3:])
+
+
+def computed_once(x: Float[Array, "first ..."]) -> Float[Array, "first ..."]:
+    """Return `x` from an operation that XLA does not fuse with its users.
+
+    On the CPU, XLA would compute it again for each number of a state that it changes.
+    """
+    if dispatch.target_platform() != "cpu":
+        return x
+    return jnp.take(x, jnp.arange(x.shape[0]), axis=0, mode="clip")
 
 
 def _advance_single(
@@ -185,7 +210,7 @@ def _advance_together(
     }
 
 
-def _advance_long(
+def _advance_in_turn(
     advance: Advance,
     inputs: Inputs,
     outputs: Float[Array, "tokens ..."],
@@ -196,9 +221,10 @@ def _advance_long(
     begins: Bool[Array, " rows"],
     piece: int,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance the rows that have several tokens, piece by piece."""
+    """Advance the rows of several tokens piece by piece, or with `piece` 1 those of one token."""
     num_tokens = outputs.shape[0]
-    length = jnp.where(rows.query_length > 1, rows.query_length, 0)
+    is_own = rows.query_length == 1 if piece == 1 else rows.query_length > 1
+    length = jnp.where(is_own, rows.query_length, 0)
     num_pieces = -(-length // piece)
     ends = jnp.cumsum(num_pieces)
     # The last piece may extend past the end of the batch.
@@ -221,11 +247,18 @@ def _advance_long(
             for name, x in padded.items()
         }
         is_first = begins[row] & (offset == 0)
-        own = {name: _begun(leaf[layer, slot[row]], is_first) for name, leaf in states.items()}
+        places = {name: (layer, slot[row], *[0] * (x.ndim - 2)) for name, x in states.items()}
+        own = {
+            name: lax.dynamic_slice(leaf, places[name], (1, 1, *leaf.shape[2:]))[0, 0]
+            for name, leaf in states.items()
+        }
+        # Read once, before the place is written: XLA would copy the states of all slots otherwise.
+        own = {name: computed_once(_begun(leaf, is_first)) for name, leaf in own.items()}
         out, own = advance(own, tokens, count)
         out = inside(out, lax.dynamic_slice_in_dim(outputs, start, piece))
         return lax.dynamic_update_slice_in_dim(outputs, out, start, 0), {
-            name: leaf.at[layer, slot[row]].set(own[name]) for name, leaf in states.items()
+            name: lax.dynamic_update_slice(leaf, own[name][None, None], places[name])
+            for name, leaf in states.items()
         }
 
     start = _padded(outputs, piece), dict(states)

@@ -44,7 +44,8 @@ def _rows(lengths: list[int], first: list[int]) -> Rows:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_decode", [False, True])
-def test_rows_advance_their_slots(seed, is_decode):
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_rows_advance_their_slots(seed, is_decode, in_turn):
     """Outputs and states are those of token by token; other slots, and padding, have no effect."""
     rng = np.random.default_rng(seed)
     lengths = [1, 1, 0, 1] if is_decode else [int(rng.integers(5, 12)), 1, 17, 0]
@@ -66,6 +67,7 @@ def test_rows_advance_their_slots(seed, is_decode):
             rows,
             is_decode=is_decode,
             longest=4,
+            in_turn=in_turn,
         )
     )(jnp.asarray(states))
     wanted = states.copy()
@@ -109,6 +111,7 @@ def test_a_mixed_batch_advances_its_rows_alone(lengths):
             is_decode=False,
             longest=4,
             group=2,
+            in_turn=False,
         )
 
     got, new = jax.block_until_ready(advanced(jnp.asarray(states)))
