@@ -96,6 +96,23 @@ _NEMOTRON_MAMBA = dict(
     time_step_min=0.3,
 )
 
+_GRANITE_HYBRID = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    attention_bias=True,
+    shared_intermediate_size=28,
+    embedding_multiplier=6.5,
+    logits_scaling=1.7,
+    residual_multiplier=0.22,
+    attention_multiplier=0.3,
+    mamba_n_heads=6,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_d_conv=3,
+    mamba_proj_bias=True,
+    mamba_chunk_size=8,
+)
+
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
@@ -591,6 +608,22 @@ _OTHERS = {
                 mrope_interleaved=True,
                 mrope_section=[1, 1, 2],
             ),
+        ),
+        {},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        dict(**_SIZES | {"num_hidden_layers": 3}, **_GRANITE_HYBRID, num_local_experts=0),
+        {},
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        dict(
+            **_SIZES | {"num_hidden_layers": 3, "intermediate_size": 20},
+            **_GRANITE_HYBRID,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            position_embedding_type="rope",
         ),
         {},
     ),

@@ -62,6 +62,11 @@ _NOT_BUILT = {
     "falcon": ("layer_norm_epsilon", "activation"),
     "nemotron": ("partial_rotary_factor",),
     "stablelm": ("partial_rotary_factor",),
+    "granitemoehybrid": (
+        *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+        *("num_local_experts", "num_experts_per_tok"),
+        *("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    ),
     "bamba": ("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     # With windows, which the class reads with it.
     "qwen2_vl_text": ("max_window_layers",),

@@ -24,9 +24,23 @@ from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
+# Fields that Bamba and its relatives share.
+MAMBA_FIELDS = dict(
+    mamba_expand=2,
+    mamba_n_heads=128,
+    mamba_d_head="auto",
+    mamba_n_groups=1,
+    mamba_d_state=256,
+    mamba_d_conv=4,
+    mamba_conv_bias=True,
+    mamba_proj_bias=False,
+    time_step_limit=(0.0, math.inf),
+)
+NULLABLE_MAMBA_FIELDS = ("mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
 _FIELDS = {
     "bamba": Fields(
         ROTARY_FIELDS
+        | MAMBA_FIELDS
         | dict(
             vocab_size=128000,
             hidden_size=4096,
@@ -38,22 +52,8 @@ _FIELDS = {
             attention_bias=False,
             mlp_bias=False,
             attn_layer_indices=None,
-            mamba_expand=2,
-            mamba_n_heads=128,
-            mamba_d_head="auto",
-            mamba_n_groups=1,
-            mamba_d_state=256,
-            mamba_d_conv=4,
-            mamba_conv_bias=True,
-            mamba_proj_bias=False,
-            time_step_limit=(0.0, math.inf),
         ),
-        nullable=(
-            "num_key_value_heads",
-            "mamba_conv_bias",
-            "mamba_proj_bias",
-            "time_step_limit",
-        ),
+        nullable=("num_key_value_heads", *NULLABLE_MAMBA_FIELDS),
     )
 }
 
@@ -77,7 +77,7 @@ class BambaConfig(DecoderConfig):
             o_bias=bias,
             mlp_bias=bool(given["mlp_bias"]),
             layer_kinds=_layer_kinds(given, fields["num_layers"]),
-            recurrence=_sizes(given),
+            recurrence=mamba_sizes(given),
         )
 
 
@@ -92,7 +92,8 @@ def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, 
     return tuple("attention" if i in attention else "recurrent" for i in range(num_layers))
 
 
-def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
+def mamba_sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
+    """Return the sizes of Mamba-2 in the values of `MAMBA_FIELDS`."""
     inner = given["mamba_expand"] * given["hidden_size"]
     num_heads, head_dim = given["mamba_n_heads"], given["mamba_d_head"]
     low, high = step_limits(given)

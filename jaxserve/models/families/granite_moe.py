@@ -92,14 +92,20 @@ _NAMES = ExpertNames(
 )
 
 
-def _weights(config: GraniteMoEConfig) -> dict[str, Weight]:
-    shared, path = LAYER + "shared_mlp.", "blocks.mlp.shared."
+def mlp_weights(config: GraniteFactors) -> dict[str, Weight]:
+    """Return the weights of experts, and of an MLP beside them or instead of them."""
+    shared = LAYER + "shared_mlp."
+    path = "blocks.mlp." if config.experts is None else "blocks.mlp.shared."
     return {
-        **attention_weights(config),
         **expert_weights(config, LAYER, _NAMES),
         f"{path}gate_up": Weight.of(f"{shared}input_linear.weight", "e u m", "(u m) e"),
         f"{path}down": Weight.of(f"{shared}output_linear.weight", "m e", "e m"),
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=GraniteMoEConfig, decoder=GraniteMoE, weights=_weights)
+FAMILY = Family(
+    fields=_FIELDS,
+    config=GraniteMoEConfig,
+    decoder=GraniteMoE,
+    weights=lambda config: attention_weights(config) | mlp_weights(config),
+)
