@@ -171,6 +171,54 @@ def float8(module: str, m: DrawnFloats, *, scale: str = "weight_scale") -> Array
     return {f"{module}.weight": m.codes, f"{module}.{scale}": m.scales}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawnE2M1:
+    """A matrix [out, in] of numbers of four bits, by their code, with a scale [out, groups]."""
+
+    codes: np.ndarray
+    scales: np.ndarray  # as stored: float8, or exponents plus 127
+    divisor: np.ndarray | None  # of all scales, [1]; None with exponents
+
+    @property
+    def numbers(self) -> np.ndarray:
+        if self.divisor is None:
+            scales = np.float32(2) ** (self.scales.astype(np.float32) - 127)
+        else:
+            scales = self.scales.astype(np.float32) / self.divisor
+        group = self.codes.shape[1] // scales.shape[1]
+        return E2M1[self.codes] * np.repeat(scales, group, 1)
+
+
+_POSITIVE = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+E2M1 = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
+
+
+def in_e2m1(matrix: Drawn, *, is_nvfp4: bool) -> DrawnE2M1:
+    """Return a matrix with random codes, and scales of about the given one's."""
+    scales = np.abs(matrix.scales.astype(np.float32))
+    if not is_nvfp4:
+        return DrawnE2M1(
+            codes=matrix.codes,
+            scales=(np.round(np.log2(scales)) + 127).astype(np.uint8),
+            divisor=None,
+        )
+    divisor = np.array([448 / scales.max()], np.float32)
+    return DrawnE2M1(
+        codes=matrix.codes,
+        scales=(scales * divisor).astype(ml_dtypes.float8_e4m3fn),
+        divisor=divisor,
+    )
+
+
+def float4(module: str, m: DrawnE2M1) -> Arrays:
+    """Return a module's tensors as compressed-tensors 0.20.1 packs NVFP4 and MXFP4."""
+    tensors = {
+        f"{module}.weight_packed": (m.codes[:, ::2] | m.codes[:, 1::2] << 4).astype(np.uint8),
+        f"{module}.weight_scale": m.scales,
+    }
+    return tensors if m.divisor is None else tensors | {f"{module}.weight_global_scale": m.divisor}
+
+
 def compressed(format: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     scheme = {
@@ -214,7 +262,7 @@ def write_folders(
     hidden: int = 64,
     inner: int = 96,
     acts_in_order: bool = True,
-    change: Callable[[Drawn], Drawn | DrawnFloats] = lambda matrix: matrix,
+    change: Callable[[Drawn], Drawn | DrawnFloats | DrawnE2M1] = lambda matrix: matrix,
     seed: int = 0,
     **drawn: Any,
 ) -> tuple[Path, Path, Numbers]:
@@ -267,7 +315,13 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Arrays) -> No
 
 def save(tensors: Arrays, path: Path) -> None:
     """Write a safetensors file, which may have float8 tensors too."""
-    names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "int8": "I8", "int32": "I32"}
+    names = {
+        "float8_e4m3fn": "F8_E4M3",
+        "bfloat16": "BF16",
+        "int8": "I8",
+        "int32": "I32",
+        "uint8": "U8",
+    }
     names |= {"int64": "I64", "float16": "F16", "float32": "F32"}
     names |= {"float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
     header, parts, at = {}, [], 0

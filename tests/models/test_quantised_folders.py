@@ -26,9 +26,11 @@ from tests.models.kept_weights import dense, restored
 from tests.models.quantised_checkpoints import (
     awq,
     compressed,
+    float4,
     float8,
     gptq,
     in_blocks,
+    in_e2m1,
     int_quantized,
     pack_quantized,
     save,
@@ -93,6 +95,16 @@ FORMATS = {
         compressed("float-quantized", 8, -1, type="float", strategy="tensor"),
         float8,
         dict(bits=4, group=32, change=partial(in_blocks, block=(-1, -1))),
+    ),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", 4, 16, type="float", strategy="tensor_group"),
+        float4,
+        dict(bits=4, group=16, change=partial(in_e2m1, is_nvfp4=True)),
+    ),
+    "mxfp4": (
+        compressed("mxfp4-pack-quantized", 4, 32, type="float"),
+        float4,
+        dict(bits=4, group=32, change=partial(in_e2m1, is_nvfp4=False)),
     ),
     "float8, blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32]},
@@ -405,6 +417,10 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
         (AWQ4 | {"bits": 8}, "4 bits in the version 'gemm'"),
         (compressed("float-quantized", 4, 16, type="float"), "num_bits=4"),
         (compressed("nvfp4-pack-quantized", 4, 16, type="float"), "nvfp4"),
+        (
+            compressed("nvfp4-pack-quantized", 4, 32, type="float", strategy="tensor_group"),
+            "'tensor_group' of 16",
+        ),
         (compressed("pack-quantized", 4, 32, strategy="block"), "strategy='block'"),
         (compressed("marlin-24", 4, 32), "format='marlin-24'"),
         (compressed("pack-quantized", 4, 32) | {"config_groups": [{}]}, r"config_groups=\[{}\]"),

@@ -4,7 +4,8 @@ Format "pack-quantized": a module has `weight_packed` int32 [out, in * bits / 32
 [out, groups], `weight_shape` [2], and where asymmetric `weight_zero_point`, packed along `out`.
 With activation order, `weight_g_idx` int32 [in]. Format "int-quantized": `weight` int8 [out, in]
 and a zero point int8 [out, groups]. Numbers are signed; packed ones have 2 ** (bits - 1) added.
-Format "float-quantized": see `float8`.
+Format "float-quantized": see `float8`; "nvfp4-pack-quantized" and "mxfp4-pack-quantized": see
+`float4`.
 Source: compressed_tensors/compressors/quantized_compressors.
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.quantised_folders.float4 import packed_matrix
 from jaxserve.models.quantised_folders.float8 import (
     SPARE,
     Block,
@@ -38,6 +40,13 @@ _TYPES = {
     "pack-quantized": ("int", (4, 8)),
     "int-quantized": ("int", (8,)),
     "float-quantized": ("float", (8,)),
+    "nvfp4-pack-quantized": ("float", (4,)),
+    "mxfp4-pack-quantized": ("float", (4,)),
+}
+# Groups and strategies of the last two.
+_FLOAT4 = {
+    "nvfp4-pack-quantized": (16, "tensor_group"),
+    "mxfp4-pack-quantized": (32, "group"),
 }
 
 
@@ -88,7 +97,7 @@ class CompressedTensors:
         if any(each.is_float for each in schemes) and len(schemes) > 1:
             raise UnsupportedModelError(
                 "quantization_config of 'compressed-tensors' has several config_groups, one of "
-                "them 'float-quantized'; such a folder may have no others"
+                "them of floats; such a folder may have no others"
             )
         return cls(schemes=schemes)
 
@@ -104,6 +113,8 @@ class CompressedTensors:
         self, source: WeightSource, found: Found, module: str, is_packed: bool
     ) -> Matrix | None:
         floats = [each for each in self.schemes if each.is_float]
+        if floats and floats[0].bits == 4:
+            return packed_matrix(source, found, module, floats[0].group)
         if floats:
             block = floats[0].block if any(floats[0].block) else None
             return float8_matrix(source, found, module, "weight_scale", block)
@@ -191,6 +202,8 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
     block = weights.get("block_structure")
     wanted, allowed = _TYPES.get(str(format), (None, ()))
     is_float = wanted == "float"
+    if (bits, kind, group, strategy) == (4, "float", *_FLOAT4.get(str(format), ())):
+        return _Scheme(bits, group or 0, is_packed=True, is_float=True)
     strategies = ("channel", "tensor", "block") if is_float else ("channel", "group")
     is_sized = {"group": group is not None and group > 0, "block": is_block(block)}
     if (
@@ -204,8 +217,9 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
             f"num_bits={bits!r}, type={kind!r}, strategy={strategy!r} and block_structure="
             f"{block!r}; read are "
             "'pack-quantized' (int, 4 and 8 bits) and 'int-quantized' (int, 8 bits) with the "
-            "strategies 'group' and 'channel', and 'float-quantized' (float, 8 bits) with "
-            "'channel', 'tensor' and 'block'"
+            "strategies 'group' and 'channel', 'float-quantized' (float, 8 bits) with 'channel', "
+            "'tensor' and 'block', 'nvfp4-pack-quantized' (float, 4 bits) with 'tensor_group' of "
+            "16, and 'mxfp4-pack-quantized' (float, 4 bits) with 'group' of 32"
         )
     if is_float:
         sizes = (block[0], block[1]) if strategy == "block" and is_block(block) else (0, 0)

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
+from jaxserve.models.quantised_folders.float4 import MXFP4
 from jaxserve.models.quantised_folders.float8 import Float8
 from jaxserve.models.quantised_folders.gptq import AWQ, GPTQ
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
-from jaxserve.models.quantised_folders.mxfp4 import MXFP4
 from jaxserve.models.weights import WeightSource
 
 _log = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
             "(4 bits, version 'gemm'), 'compressed-tensors' ('pack-quantized', 'int-quantized' and "
-            "'float-quantized'), 'fp8' (e4m3) and 'mxfp4' (gpt-oss). Use a checkpoint in one of "
+            "'float-quantized', 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized'), 'fp8' (e4m3) "
+            "and 'mxfp4' (gpt-oss). Use a checkpoint in one of "
             "these, or one in 16 bits with quantize='int4' or 'int8'"
         )
     return METHODS[name](given)
