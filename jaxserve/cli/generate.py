@@ -28,7 +28,7 @@ Prompt = str | list[int] | list[Message]
 
 _MAX_DIGITS = 18  # of a token id
 _PROMPT_KEYS = ("prompt", "messages")
-_PARAM_KEYS = tuple(field.name for field in fields(SamplingParams))
+_PARAM_KEYS = tuple(field.name for field in fields(SamplingParams) if field.name != "pools")
 
 
 @flat()

@@ -467,7 +467,8 @@ class DeviceWarmup:
         self._programs = programs
         self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
         self._edits = slots.preparations() + states.preparations(pages)
-        self._takes_masks = takes_masks
+        self._generates = programs.model_config.generates
+        self._takes_masks = takes_masks and self._generates
         self._edits_for_grammars = slots.preparations_for_grammars()
         self._copies = pages.preparations() if config.num_host_pages else ()
         self._incoming = pages.abstract_incoming(config.num_incoming_pages)
@@ -490,6 +491,8 @@ class DeviceWarmup:
         """Yield what a single request needs: a prompt of any length, a greedy or drawn answer."""
         num_tokens, *others = self._config.coarse_token_buckets
         yield self._body(num_tokens)
+        if self._config.pooling == "labels":
+            yield "logits of labels", self._labels
         yield from self._variant(Variant.GREEDY, _SMALLEST)
         yield from self._edits
         yield from map(self._body, others)
@@ -505,11 +508,10 @@ class DeviceWarmup:
             yield from map(self._body_with_pages, tokens)
         yield from self._variant(Variant.RANDOM, _LARGER)
         yield from self._variant(Variant.FULL, slice(None))
-        yield from map(self._scores, tokens)
+        if self._generates:
+            yield from map(self._scores, tokens)
         if self._config.pooling == "mean":
             yield from map(self._means, tokens)
-        if self._config.pooling == "labels":
-            yield "logits of labels", self._labels
         if self._takes_masks:
             yield from self._edits_for_grammars
             yield from self._masked_heads()
@@ -523,7 +525,9 @@ class DeviceWarmup:
                     yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
 
     def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
-        """Yield a part of the sizes of a variant, in increasing order."""
+        """Yield a part of the sizes of a variant, in increasing order; none without tokens."""
+        if not self._generates:
+            return
         name = variant.name.lower()
         for num_rows in variant.sizes(self._config.slot_buckets)[part]:
             yield (

@@ -304,6 +304,7 @@ class Fields:
     defaults: Mapping[str, Any]  # the value of each absent field
     nullable: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    pad_token_id: int | None = None  # the same of this field, which classifiers alone read
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return `model_type` and all values; raise UnsupportedModelError for null fields."""

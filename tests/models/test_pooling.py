@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.families import FAMILIES, PAD_TOKEN_IDS, config_from_hf
+from jaxserve.models.families import FAMILIES, config_from_hf
 from jaxserve.models.pooling import Labels, Pooling, labels_of, pooling_of
 from jaxserve.testing.tiny import CONFIG
 
@@ -125,7 +125,8 @@ def test_padding_that_a_config_json_does_not_state():
     for kind in FAMILIES.keys() & MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.keys():
         wanted = transformers.CONFIG_MAPPING[kind]().pad_token_id
         if kind not in ("t5", "mt5"):
-            assert PAD_TOKEN_IDS.get(kind) == wanted, f"PAD_TOKEN_IDS lacks {kind}: {wanted}"
+            found = FAMILIES[kind].fields[kind].pad_token_id
+            assert found == wanted, f"Fields(pad_token_id={wanted}) of {kind}"
 
 
 @pytest.mark.parametrize("given, wanted", [({}, 0), ({"pad_token_id": None}, None)])

@@ -47,18 +47,6 @@ _NO_STRUCTURE = (
 )
 
 
-# The padding of classifiers whose config.json does not state it, by `model_type`; others have none.
-PAD_TOKEN_IDS = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), 0),
-    **dict.fromkeys(("biogpt", "olmo", "olmo2", "olmo3", "opt", "seed_oss"), 1),
-    **dict.fromkeys(("glm", "glm4"), 151329),
-    "helium": 3,
-    "ministral3": 11,
-    "phi3": 32000,
-    "smollm3": 128004,
-}
-
-
 def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a model of any family, from config.json as a dictionary.
 
@@ -80,7 +68,8 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
         )
     check_sizes(given)
     config = FAMILIES[kind].config.from_hf(given)
-    labels = labels_of(whole, given.get("pad_token_id", PAD_TOKEN_IDS.get(kind)))
+    fields = FAMILIES[kind].fields[kind]
+    labels = labels_of(whole, given.get("pad_token_id", fields.pad_token_id))
     if labels is None:
         return config
     if config.has_encoder:

@@ -50,6 +50,7 @@ _GEMMA2 = Fields(
         use_bidirectional_attention=None,
     ),
     nullable=("sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
+    pad_token_id=0,
 )
 _FIELDS = {
     "gemma": Fields(
@@ -70,7 +71,8 @@ _FIELDS = {
             rope_theta=1e4,
             attention_bias=False,
             use_bidirectional_attention=None,
-        )
+        ),
+        pad_token_id=0,
     ),
     "gemma2": _GEMMA2,
     "vaultgemma": Fields(
@@ -96,6 +98,7 @@ _FIELDS = {
             ),
         },
         nullable=("sliding_window", "use_bidirectional_attention"),
+        pad_token_id=0,
     ),
 }
 

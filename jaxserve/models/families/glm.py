@@ -36,9 +36,10 @@ _GLM = Fields(
         partial_rotary_factor=0.5,
         attention_bias=True,
     ),
+    pad_token_id=151329,
 )
 _FIELDS = {
-    "glm": Fields(_GLM.defaults, nullable=("head_dim", "num_key_value_heads")),
+    "glm": Fields(_GLM.defaults, nullable=("head_dim", "num_key_value_heads"), pad_token_id=151329),
     "glm4": _GLM,
     "ernie4_5": Fields(
         ROTARY_FIELDS
@@ -73,7 +74,8 @@ _FIELDS = {
             rope_theta=1e5,
             attention_bias=False,
             mlp_bias=False,
-        )
+        ),
+        pad_token_id=3,
     ),
 }
 

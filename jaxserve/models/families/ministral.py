@@ -46,6 +46,7 @@ _FIELDS = {
             rms_norm_eps=1e-5,
             sliding_window=None,
         ),
+        pad_token_id=11,
     ),
 }
 # The rotation of a Ministral 3 whose config.json has none.

@@ -38,6 +38,7 @@ _FIELDS = {
             attention_bias=False,
             clip_qkv=None,
         ),
+        pad_token_id=1,
     )
 }
 

@@ -39,10 +39,11 @@ _OLMO2 = ROTARY_FIELDS | dict(
     rms_norm_eps=1e-5,
 )
 _FIELDS = {
-    "olmo2": Fields(_OLMO2),
+    "olmo2": Fields(_OLMO2, pad_token_id=1),
     "olmo3": Fields(
         _OLMO2 | dict(rope_theta=5e5, sliding_window=4096, layer_types=None),
         nullable=("sliding_window",),
+        pad_token_id=1,
     ),
     "exaone4": Fields(
         ROTARY_FIELDS

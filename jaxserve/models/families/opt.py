@@ -37,7 +37,8 @@ _FIELDS = {
             enable_bias=True,
             layer_norm_elementwise_affine=True,
             tie_word_embeddings=True,
-        )
+        ),
+        pad_token_id=1,
     ),
     "biogpt": Fields(
         dict(
@@ -50,7 +51,8 @@ _FIELDS = {
             max_position_embeddings=1024,
             scale_embedding=True,
             tie_word_embeddings=True,
-        )
+        ),
+        pad_token_id=1,
     ),
     "xglm": Fields(
         dict(

@@ -35,6 +35,7 @@ _FIELDS = {
             rms_norm_eps=1e-5,
             sliding_window=None,
         ),
+        pad_token_id=32000,
     )
 }
 

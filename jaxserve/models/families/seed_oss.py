@@ -35,6 +35,7 @@ _FIELDS = {
             mlp_bias=False,
         ),
         nullable=("num_key_value_heads", "head_dim"),
+        pad_token_id=1,
     )
 }
 

@@ -41,6 +41,7 @@ _FIELDS = {
             tie_word_embeddings=True,
         ),
         nullable=("num_key_value_heads",),
+        pad_token_id=128004,
     )
 }
 
