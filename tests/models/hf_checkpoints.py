@@ -133,7 +133,7 @@ _OTHERS = {
         ),
         {},
     ),
-    "biogpt": ("BioGptConfig", _SIZES, {}),
+    "biogpt": ("BioGptConfig", dict(**_SIZES, tie_word_embeddings=False), {}),
     "xglm": (
         "XGLMConfig",
         dict(
@@ -144,6 +144,7 @@ _OTHERS = {
             attention_heads=6,
             max_position_embeddings=256,
             init_std=0.3,
+            tie_word_embeddings=False,
         ),
         {},
     ),
