@@ -70,6 +70,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _TEXT | {"model_type": "llama"},
         _TOWER | {"model_type": "clip_vision_model"},
     ),
+    "llava_next": (
+        "LlavaNext",
+        _TEXT | {"model_type": "mistral", "sliding_window": None},
+        _TOWER | {"model_type": "clip_vision_model"},
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        _TEXT | {"model_type": "qwen2"},
+        _TOWER | {"model_type": "siglip_vision_model"},
+    ),
+    "internvl": ("InternVL", _WIDE | {"model_type": "qwen3"}, _TOWER),
     "qwen2_vl": (
         "Qwen2VL",
         _TEXT | {"rope_parameters": _ROTATION},

@@ -26,7 +26,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 WRAPPERS: Mapping[str, bool] = MappingProxyType(
     {
         "gemma3": True,
+        "internvl": True,
         "llava": False,
+        "llava_next": False,
+        "llava_onevision": False,
         "mistral3": True,
         "qwen2_vl": False,
         "qwen2_5_vl": False,
