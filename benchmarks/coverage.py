@@ -75,6 +75,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         **dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_d_state=10),
         mamba_chunk_size=8,
     ),
+    "dots1": dict(n_shared_experts=1),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "helium": dict(head_dim=8),
     "vaultgemma": dict(query_pre_attn_scalar=24),
