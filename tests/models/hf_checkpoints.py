@@ -50,6 +50,18 @@ _OPT_SIZES = dict(
     max_position_embeddings=256,
     init_std=0.3,
 )
+_LATENT = _SIZES | dict(
+    num_key_value_heads=6,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+    moe_intermediate_size=20,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    n_routed_experts=8,
+)
 _FACTORS = dict(
     embedding_multiplier=6.5,
     logits_scaling=1.7,
@@ -473,6 +485,44 @@ _OTHERS = {
             n_group=4,
             topk_group=2,
         ),
+        {},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        dict(
+            **{**_LATENT, "num_hidden_layers": 2},
+            attention_bias=True,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500.0,
+                factor=4.0,
+                mscale=1.0,
+                mscale_all_dim=0.8,
+                original_max_position_embeddings=64,
+            ),
+        ),
+        {},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        dict(
+            **{**_LATENT, "q_lora_rank": None},
+            mlp_bias=True,
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+        ),
+        {},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        dict(**_LATENT, rope_interleave=False, mlp_layer_types=["sparse", "dense"]),
         {},
     ),
     "dots1": (

@@ -142,6 +142,11 @@ def test_gpt3_shapes_have_their_parameters():
         (dict(model_type="gptj", vocab_size=9, n_embd=8, n_layer=1, n_head=1, rotary_dim=3), "3"),
         (dict(LLAMA, model_type="opt", ffn_dim=8, _remove_final_layer_norm=True), "_remove"),
         (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
+        (dict(model_type="deepseek_v3", v_head_dim=200), "v_head_dim=200 is more than the 192"),
+        (dict(model_type="deepseek_v3", num_key_value_heads=8), "num_key_value_heads"),
+        (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "topk_method"),
+        (dict(model_type="glm4_moe_lite", mlp_layer_types=["none"] * 47), "mlp_layer_types"),
+        (dict(model_type="llama4_text", layer_types=["sliding_attention"] * 48), "layer_types"),
         (dict(GEMMA3, layer_types=["chunked_attention"] * 7), "chunked_attention"),
     ],
 )

@@ -47,6 +47,11 @@ _NOT_BUILT = {
     "glm4_moe": ("partial_rotary_factor", "head_dim"),
     # With experts, of which the defaults have none.
     "dots1": ("n_group", "topk_group", "first_k_dense_replace"),
+    "deepseek_v2": ("topk_method",),
+    "deepseek_v3": (
+        *("v_head_dim", "num_experts_per_tok", "n_group", "topk_group"),
+        "first_k_dense_replace",
+    ),
     "ernie4_5_moe": (
         *("moe_k", "moe_num_experts", "moe_num_shared_experts"),
         *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),

@@ -310,18 +310,18 @@ def _glm(given: dict[str, Any]) -> dict[str, Any]:
     return rotary_decoder_fields(given, given["partial_rotary_factor"]) | dict(
         qkv_bias=bool(given["attention_bias"]),
         qk_norm=bool(given["use_qk_norm"]),
-        **_grouped_experts(given),
+        **grouped_experts(given),
     )
 
 
 def _dots(given: dict[str, Any]) -> dict[str, Any]:
     bias = bool(given["attention_bias"])
     return rotary_decoder_fields(given) | dict(
-        qkv_bias=bias, o_bias=bias, qk_norm=True, **_grouped_experts(given)
+        qkv_bias=bias, o_bias=bias, qk_norm=True, **grouped_experts(given)
     )
 
 
-def _grouped_experts(given: Mapping[str, Any]) -> dict[str, Any]:
+def grouped_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields about experts of models whose routers are DeepSeek-V3's."""
     num, size = given["n_routed_experts"] or 0, given["moe_intermediate_size"]
     first = given["first_k_dense_replace"] if num else given["num_hidden_layers"]
