@@ -219,6 +219,61 @@ def float4(module: str, m: DrawnE2M1) -> Arrays:
     return tensors if m.divisor is None else tensors | {f"{module}.weight_global_scale": m.divisor}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawnTable:
+    """A matrix [out, in] of codes of a table, in blocks of 64 numbers with a scale each.
+
+    With `nested`, scales are bytes: codes of its table, times the scale of their block, plus an
+    offset.
+    """
+
+    codes: np.ndarray
+    table: np.ndarray
+    scales: np.ndarray
+    nested: tuple[np.ndarray, np.ndarray, float] | None
+
+    @property
+    def numbers(self) -> np.ndarray:
+        scales = self.scales
+        if self.nested is not None:
+            table, whole, offset = self.nested
+            scales = table[scales] * np.repeat(whole, 256)[: len(scales)] + np.float32(offset)
+        each = np.repeat(scales, 64)[: self.codes.size]
+        return self.table[self.codes] * each.reshape(self.codes.shape)
+
+
+def in_table(matrix: Drawn, *, is_nested: bool) -> DrawnTable:
+    """Return a matrix with the given one's codes, random tables and random scales."""
+    rng = np.random.default_rng(int(matrix.codes[0, 0]))
+    count = -(-matrix.codes.size // 64)
+    scales = rng.uniform(0.1, 0.3, count).astype(np.float32)
+    nested = None
+    if is_nested:
+        scales = rng.integers(0, 256, count, np.uint8)
+        table = np.linspace(-1, 1, 256, dtype=np.float32)
+        nested = table, rng.uniform(0.05, 0.1, -(-count // 256)).astype(np.float32), 0.2
+    table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+    return DrawnTable(codes=matrix.codes, table=table, scales=scales, nested=nested)
+
+
+def bitsandbytes(module: str, m: DrawnTable) -> Arrays:
+    """Return a module's tensors as bitsandbytes 0.50.2 writes NF4."""
+    codes = m.codes.reshape(-1)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(m.codes.shape)}
+    weight = f"{module}.weight"
+    tensors = {
+        weight: (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        f"{weight}.absmax": m.scales,
+        f"{weight}.quant_map": m.table,
+    }
+    if m.nested is not None:
+        table, whole, offset = m.nested
+        state |= {"nested_blocksize": 256, "nested_offset": offset}
+        tensors |= {f"{weight}.nested_quant_map": table, f"{weight}.nested_absmax": whole}
+    octets = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return tensors | {f"{weight}.quant_state.bitsandbytes__nf4": octets}
+
+
 def compressed(format: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     scheme = {
@@ -262,7 +317,7 @@ def write_folders(
     hidden: int = 64,
     inner: int = 96,
     acts_in_order: bool = True,
-    change: Callable[[Drawn], Drawn | DrawnFloats | DrawnE2M1] = lambda matrix: matrix,
+    change: Callable[[Drawn], Drawn | DrawnFloats | DrawnE2M1 | DrawnTable] = lambda matrix: matrix,
     seed: int = 0,
     **drawn: Any,
 ) -> tuple[Path, Path, Numbers]:

@@ -25,12 +25,14 @@ from tests.common.tiers import some
 from tests.models.kept_weights import dense, restored
 from tests.models.quantised_checkpoints import (
     awq,
+    bitsandbytes,
     compressed,
     float4,
     float8,
     gptq,
     in_blocks,
     in_e2m1,
+    in_table,
     int_quantized,
     pack_quantized,
     save,
@@ -129,6 +131,27 @@ def _source(folder) -> QuantisedFolder:
     method = method_of(json.loads((folder / "config.json").read_text()))
     assert method is not None
     return QuantisedFolder(SafetensorsSource(folder), method)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bitsandbytes_folders_are_decoded(tmp_path, is_nested):
+    """Their numbers are those of bitsandbytes 0.50.2, which need a table, and become dense ones."""
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change = partial(in_table, is_nested=is_nested)
+    folder, plain, numbers = write_folders(
+        tmp_path, config, bitsandbytes, bits=4, group=32, change=change
+    )
+    source = _source(folder)
+    for name, wanted in numbers.items():
+        assert source.shapes()[name] == wanted.shape and source.matrix(name) is None
+        np.testing.assert_array_equal(source.read(name), wanted)
+    own, same = (_load(each) for each in (folder, plain))
+    jax.tree.map(np.testing.assert_array_equal, own.params, same.params)
+    stored = load_file(folder / "model.safetensors")
+    lacking = {name: value for name, value in stored.items() if not name.endswith("quant_map")}
+    save_file(lacking, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks \['model.*quant_map"):
+        _source(folder)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -403,7 +426,15 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "read are 'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "four bits stored as uint8"),
+        (
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+            "bnb_4bit_quant_storage='bfloat16'",
+        ),
         ({"quant_method": "hqq"}, "quant_method='hqq'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'e4m3' is read"),
         ({"quant_method": "fp8", "format": "float8_e5m2"}, "'e4m3' is read"),

@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.quantised_folders.bitsandbytes import BitsAndBytes
 from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
 from jaxserve.models.quantised_folders.float4 import MXFP4
 from jaxserve.models.quantised_folders.float8 import Float8
@@ -77,8 +78,9 @@ class QuantisedFolder:
         return {name: "F32" if name in self._matrices else stored[name] for name in self._shapes}
 
     def matrix(self, name: str) -> Matrix | None:
-        """Return a quantised weight; None for a dense tensor."""
-        return self._matrices.get(name)
+        """Return a quantised weight; None for a dense tensor, and one that is decoded."""
+        found = self._matrices.get(name)
+        return found if isinstance(found, Matrix) else None
 
     def empty_biases(self) -> frozenset[str]:
         """Return the biases of quantised weights that are all zeros.
@@ -92,7 +94,7 @@ class QuantisedFolder:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Read a tensor. A quantised weight is float32, decoded as a whole."""
-        matrix = self.matrix(name)
+        matrix = self._matrices.get(name)
         if matrix is None:
             return self._source.read(name, index)
         numbers = matrix.numbers()
@@ -114,6 +116,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
         "compressed-tensors": CompressedTensors.of,
         "fp8": Float8.of,
         "mxfp4": MXFP4.of,
+        "bitsandbytes": BitsAndBytes.of,
     }
 )
 
@@ -145,8 +148,8 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
             "(4 bits, version 'gemm'), 'compressed-tensors' ('pack-quantized', 'int-quantized' and "
-            "'float-quantized', 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized'), 'fp8' (e4m3) "
-            "and 'mxfp4' (gpt-oss). Use a checkpoint in one of "
+            "'float-quantized', 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized'), 'fp8' (e4m3), "
+            "'mxfp4' (gpt-oss) and 'bitsandbytes' (4 bits). Use a checkpoint in one of "
             "these, or one in 16 bits with quantize='int4' or 'int8'"
         )
     return METHODS[name](given)

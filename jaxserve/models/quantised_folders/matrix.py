@@ -73,6 +73,16 @@ class Matrix:
         return (self.codes().astype(np.float32) - offsets) * scales[..., group]
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """A weight whose numbers have no whole codes, so that it is served as a dense one."""
+
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]  # names of the tensors that it is made of
+    numbers: Callable[[], Float[np.ndarray, "*shape"]]  # reads it
+
+
 class Method(Protocol):
     """A format of quantised folders, with the settings of one folder."""
 
@@ -91,7 +101,7 @@ class Found:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
         self.shapes = shapes
-        self.matrices: dict[str, Matrix] = {}
+        self.matrices: dict[str, Matrix | Decoded] = {}
         self.problems: list[str] = []
 
     def modules(self, suffix: str) -> Iterator[str]:
