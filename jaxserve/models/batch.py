@@ -127,18 +127,16 @@ class KVCache:
 
     def layer(self, kind: LayerKind, index: int) -> KVCache:
         """Return the part of the cache for a layer with its own buffer."""
-        if kind == "attention":
-            return self.buffer(index)
-        own = self.states[index : index + 1] if kind == "recurrent" else ()
-        return KVCache((), (), states=own)
+        own = self.buffer(index) if kind in ("attention", "both") else KVCache((), ())
+        states = self.states[index : index + 1] if kind in ("recurrent", "both") else ()
+        return replace(own, states=states)
 
     def with_layer(self, kind: LayerKind, index: int, part: KVCache) -> KVCache:
-        if kind == "attention":
-            return self.with_buffer(index, part)
-        if kind == "mlp":
-            return self
-        states = *self.states[:index], *part.states, *self.states[index + 1 :]
-        return replace(self, states=states)
+        new = self.with_buffer(index, part) if kind in ("attention", "both") else self
+        if kind in ("recurrent", "both"):
+            states = *self.states[:index], *part.states, *self.states[index + 1 :]
+            new = replace(new, states=states)
+        return new
 
     def buffer(self, index: int) -> KVCache:
         own = (leaves[index : index + 1] for leaves in self._fields)

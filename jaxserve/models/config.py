@@ -19,9 +19,9 @@ from sharding import check_tensor_axis
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The form of a layer's memory of a sequence: keys and values in pages, a state in its slot, or none
-# in a layer that is only an MLP.
-LayerKind = Literal["attention", "recurrent", "mlp"]
+# The form of a layer's memory of a sequence: keys and values in pages, a state in its slot, both
+# (if all layers of the model have both), or none in a layer that is only an MLP.
+LayerKind = Literal["attention", "recurrent", "both", "mlp"]
 # The form of a layer's MLP: one for all tokens, or a mixture of experts.
 MLPKind = Literal["dense", "experts"]
 Residual = Literal["in_turn", "parallel", "parallel_one_norm"]
@@ -177,7 +177,11 @@ class DecoderConfig:
             values = getattr(self, name)
             if len(values) != self.num_layers:
                 raise UnsupportedModelError(f"{len(values)} {what} for {self.num_layers} layers")
-        if "recurrent" in self.layer_kinds and self.recurrence is None:
+        if "both" in self.layer_kinds and set(self.layer_kinds) != {"both"}:
+            raise UnsupportedModelError(
+                "layer_kinds has 'both' in some layers only; give it for all layers"
+            )
+        if self.num_recurrent_layers and self.recurrence is None:
             raise UnsupportedModelError(
                 "layer_kinds has recurrent layers and recurrence is missing; pass their sizes"
             )
@@ -223,11 +227,11 @@ class DecoderConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.layer_kinds.count("attention")
+        return sum(kind in ("attention", "both") for kind in self.layer_kinds)
 
     @property
     def num_recurrent_layers(self) -> int:
-        return self.layer_kinds.count("recurrent")
+        return sum(kind in ("recurrent", "both") for kind in self.layer_kinds)
 
     @property
     def places(self) -> tuple[int, ...]:

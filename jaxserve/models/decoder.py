@@ -247,7 +247,7 @@ class Decoder(SumsRows):
         Layers of equal kinds have one class. Parameters of classes that differ in their shapes or
         tensors have different paths in a block, so that each has its entry in the family's table.
         """
-        if self.config.layer_kinds[layer] == "attention":
+        if self.config.layer_kinds[layer] in ("attention", "both"):
             return self.block_class
         assert self.recurrent_block_class is not None, "a family without recurrent layers"
         return self.recurrent_block_class

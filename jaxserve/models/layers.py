@@ -78,10 +78,13 @@ class GatedMLP(SumsRows):
     gate_up   [embed, 2, mlp]
     down      [mlp, embed]
     bgate_up, bdown            if the config has biases
+
+    Args:
+      gate: another function of gate and up; hashable.
     """
 
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.activation, self.down_dtype = config.activation, config.down_dtype
+    def __init__(self, config: DecoderConfig, new: ParamMaker, *, gate: Gate | None = None):
+        self.activation, self.down_dtype, self.gate = config.activation, config.down_dtype, gate
         embed, mlp = config.hidden_size, config.intermediate_size
         self.gate_up = new.weight(("embed", None, "mlp"), (embed, 2, mlp))
         self.down = new.with_dtype(config.down_dtype).weight(("mlp", "embed"), (mlp, embed))
@@ -98,7 +101,7 @@ class GatedMLP(SumsRows):
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         linear = Linear(self.gate_up, self.bgate_up, row_kernels=self.row_kernels)
-        gate = gate_of(self.activation)
+        gate = self.gate or gate_of(self.activation)
         return _down(
             self, projected(linear, x, context.adapter, norm=norm, gate=gate), context, residual
         )

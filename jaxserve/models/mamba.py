@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
@@ -48,6 +49,11 @@ class Mamba2Sizes:
     # has_bias, has_conv_bias: whether the projections, and the convolution, have biases.
     has_bias: bool = False
     has_conv_bias: bool = True
+    has_out_bias: bool | None = None  # of the last projection, if it differs from `has_bias`
+    # norm: whether there is a gated norm, and whether the gate comes before or after it.
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    # Factors of gate, x, B, C and step after the first projection.
+    factors: tuple[float, float, float, float, float] | None = None
     # min_step, max_step: bounds of the step.
     min_step: float = 0.0
     max_step: float = float("inf")
@@ -86,7 +92,7 @@ class Mamba2Mixer(nnx.Module):
     project      [embed, inner + channels + heads]   gate; x, B and C; step
     convolution                  a `CausalConvolution` over x, B and C
     out          [inner, embed]
-    scale        [inner]    of the gated norm
+    scale        [inner]    of the gated norm, if there is one
     a_log, skip, step_bias  [heads], float32
     bproject, bout                                   if the sizes have biases
     """
@@ -103,12 +109,13 @@ class Mamba2Mixer(nnx.Module):
             sizes.kernel_size, sizes.channels, new, has_bias=sizes.has_conv_bias
         )
         self.out = new.weight((None, "embed"), (inner, embed))
-        self.scale = new.ones((None,), (inner,))
+        self.scale = None if sizes.norm is None else new.ones((None,), (inner,))
         self.a_log = wide.zeros((None,), (heads,))
         self.skip = wide.ones((None,), (heads,))
         self.step_bias = wide.zeros((None,), (heads,))
         self.bproject = new.zeros((None,), (width,)) if sizes.has_bias else None
-        self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
+        has_out_bias = sizes.has_bias if sizes.has_out_bias is None else sizes.has_out_bias
+        self.bout = new.zeros(("embed",), (embed,)) if has_out_bias else None
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
@@ -116,6 +123,11 @@ class Mamba2Mixer(nnx.Module):
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes = self.sizes
         projected = Linear(self.project, self.bproject)(x, context.adapter)
+        if sizes.factors is not None:
+            states = sizes.num_groups * sizes.state_size
+            widths = (sizes.inner, sizes.inner, states, states, sizes.num_heads)
+            factors = np.repeat(np.asarray(sizes.factors, np.float32), widths)
+            projected = (projected.astype(jnp.float32) * factors).astype(self.dtype)
         gate, inputs, step = jnp.split(
             projected, [sizes.inner, sizes.inner + sizes.channels], axis=-1
         )
@@ -126,12 +138,17 @@ class Mamba2Mixer(nnx.Module):
     def _gated_norm(
         self, y: Float32[Array, "tokens inner"], gate: Float32[Array, "tokens inner"]
     ) -> Float32[Array, "tokens inner"]:
-        """Return y * silu(gate) after an RMS norm over the heads of each group."""
-        y = y * jax.nn.silu(gate)
+        """Return y * silu(gate), with an RMS norm over the heads of each group if there is one."""
+        gate = jax.nn.silu(gate)
+        if self.scale is None:
+            return y * gate
+        is_first = self.sizes.norm == "before_gate"
+        y = y if is_first else y * gate
         groups = y.reshape(y.shape[0], self.sizes.num_groups, -1)
         mean = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
         normed = (groups * lax.rsqrt(mean + self.eps)).reshape(y.shape)
-        return normed * self.scale[...].astype(jnp.float32)
+        normed = normed * self.scale[...].astype(jnp.float32)
+        return normed * gate if is_first else normed
 
     def _advance(
         self, state: State, inputs: Inputs, count: Int32[Array, ""]

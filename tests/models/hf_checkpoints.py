@@ -125,6 +125,27 @@ _GRANITE_HYBRID = dict(
     mamba_chunk_size=8,
 )
 
+_FALCON_H1 = dict(
+    attention_bias=True,
+    mlp_bias=True,
+    mamba_d_ssm=84,
+    mamba_n_heads=6,
+    mamba_d_head=14,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_d_conv=3,
+    mamba_chunk_size=8,
+    lm_head_multiplier=0.7,
+    embedding_multiplier=1.6,
+    mlp_multipliers=[0.6, 1.2],
+    key_multiplier=0.4,
+    attention_in_multiplier=1.1,
+    attention_out_multiplier=0.8,
+    ssm_multipliers=[0.8, 1.3, 0.9, 1.1, 0.5],
+    ssm_in_multiplier=0.9,
+    ssm_out_multiplier=1.2,
+)
+
 # Variant -> (config class, its fields, arguments of save_pretrained).
 _OTHERS = {
     "gpt2": ("GPT2Config", _GPT_SIZES, {}),
@@ -676,6 +697,12 @@ _OTHERS = {
             num_experts_per_tok=3,
             position_embedding_type="rope",
         ),
+        {},
+    ),
+    "falcon_h1": ("FalconH1Config", dict(**_SIZES, **_FALCON_H1, projectors_bias=True), {}),
+    "falcon_h1_norm": (
+        "FalconH1Config",
+        dict(**_SIZES, **_FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=True),
         {},
     ),
     "nemotron_h": (

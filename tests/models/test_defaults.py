@@ -67,6 +67,12 @@ _NOT_BUILT = {
     "falcon": ("layer_norm_epsilon", "activation"),
     "nemotron": ("partial_rotary_factor",),
     "stablelm": ("partial_rotary_factor",),
+    "falcon_h1": (
+        *("lm_head_multiplier", "embedding_multiplier", "key_multiplier"),
+        *("attention_out_multiplier", "attention_in_multiplier"),
+        *("ssm_in_multiplier", "ssm_out_multiplier"),
+        *("mamba_expand", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    ),
     "granitemoehybrid": (
         *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
         *("num_local_experts", "num_experts_per_tok"),

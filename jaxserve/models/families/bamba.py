@@ -92,9 +92,12 @@ def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, 
     return tuple("attention" if i in attention else "recurrent" for i in range(num_layers))
 
 
-def mamba_sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
-    """Return the sizes of Mamba-2 in the values of `MAMBA_FIELDS`."""
-    inner = given["mamba_expand"] * given["hidden_size"]
+def mamba_sizes(given: Mapping[str, Any], *, inner: int | None = None, **more: Any) -> Mamba2Sizes:
+    """Return the sizes of Mamba-2 in the values of `MAMBA_FIELDS`, and `more` of them.
+
+    `inner` is the width of all heads, if it is not `mamba_expand` times the hidden size.
+    """
+    inner = given["mamba_expand"] * given["hidden_size"] if inner is None else inner
     num_heads, head_dim = given["mamba_n_heads"], given["mamba_d_head"]
     low, high = step_limits(given)
     return Mamba2Sizes(
@@ -107,6 +110,7 @@ def mamba_sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
         has_conv_bias=bool(given["mamba_conv_bias"]),
         min_step=low,
         max_step=high,
+        **more,
     )
 
 
