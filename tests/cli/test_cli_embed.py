@@ -31,10 +31,8 @@ def test_texts_become_lines(model, tmp_path):
     assert np.linalg.norm(second["embedding"]) == pytest.approx(1, abs=1e-5)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"text": "c", "id": "x"}\n\n{"text": [1, 2]}\n')
-    done = run(
-        *("embed", "--model", model, "--jsonl", str(source), "-o", str(target)),
-        *("--dimensions", "5", "--no-normalize", *SMALL),
-    )
+    files = "--jsonl", str(source), "-o", str(target)
+    done = run("embed", "--model", model, *files, "--dimensions=5", "--no-normalize", *SMALL)
     assert done.exit_code == 0, done.output
     named, tokens = _lines(target.read_text())
     assert (named["id"], tokens["id"], tokens["text"]) == ("x", 1, [1, 2])

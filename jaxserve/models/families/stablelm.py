@@ -187,7 +187,7 @@ class StableLMBlock(Block):
 
 
 @final
-class TwoLayerBlock(Block):
+class StableLMTwoLayerBlock(Block):
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
 
@@ -198,7 +198,7 @@ class StableLM(Decoder):
     config: StableLMConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def _block_class(self, layer: int) -> type[Block]:
-        return StableLMBlock if self.config.is_gated else TwoLayerBlock
+        return StableLMBlock if self.config.is_gated else StableLMTwoLayerBlock
 
 
 def _qk_norms(
