@@ -50,6 +50,9 @@ class ExpertsConfig:
         `num_chosen_groups` best groups only.
       group_score: whether a group counts as much as its best expert, or the sum of its two best.
       has_correction: whether scores have a bias that counts for the choice, and not for the gates.
+      near_best: if given, experts are chosen one after the other, and the gate of each is its
+        softmax among those not chosen before whose logits are near its own: their distance is at
+        most this share of the larger of its logit and their magnitude (GRIN, arXiv:2409.12136).
       has_router_bias: whether the router's logits have a bias.
       has_bias: whether the products of the experts have biases.
       clamped_gate: the function of gates and ups, if it is not that of the model's MLPs.
@@ -72,6 +75,7 @@ class ExpertsConfig:
     num_chosen_groups: int = 1
     group_score: Literal["best", "sum_of_two"] = "sum_of_two"
     has_correction: bool = False
+    near_best: float | None = None
     has_router_bias: bool = False
     has_bias: bool = False
     clamped_gate: ClampedGate | None = None
@@ -105,6 +109,8 @@ def choose(
     correction: Float32[Array, " experts"] | None = None,
 ) -> tuple[Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]]:
     """Return each token's gates and experts; a token's result does not depend on the others."""
+    if config.near_best is not None:
+        return _one_by_one(logits, config.per_token, config.near_best)
     if config.scores == "softmax":
         scores = jnp.exp(logits - log_sum_exp(logits)[:, None])
     else:
@@ -120,6 +126,21 @@ def choose(
     if config.normalises_gates:
         gates = gates / (sum_few(gates)[:, None] + _TINY)
     return gates if config.gate_scale == 1 else gates * config.gate_scale, experts
+
+
+def _one_by_one(
+    logits: Float32[Array, "tokens experts"], per_token: int, near: float
+) -> tuple[Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]]:
+    """Return gates and experts, see `ExpertsConfig.near_best`."""
+    left, gates, experts = logits, [], []
+    for _ in range(per_token):
+        best = left.max(axis=1, keepdims=True)
+        expert = left.argmax(axis=1).astype(jnp.int32)
+        is_near = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= near
+        gates.append(jnp.exp(best[:, 0] - log_sum_exp(jnp.where(is_near, left, -jnp.inf))))
+        experts.append(expert)
+        left = jnp.where(expert[:, None] == jnp.arange(logits.shape[1]), -jnp.inf, left)
+    return jnp.stack(gates, axis=1), jnp.stack(experts, axis=1)
 
 
 # Keeps the quotient finite if all sigmoids are zero; no other sum changes by it.

@@ -546,6 +546,18 @@ _OTHERS = {
         dict(**_LATENT, rope_interleave=False, mlp_layer_types=["sparse", "dense"]),
         {},
     ),
+    "phimoe": (
+        "PhimoeConfig",
+        dict(
+            **_SIZES,
+            attention_bias=True,
+            lm_head_bias=True,
+            sliding_window=9,
+            num_local_experts=6,
+            router_jitter_noise=0.2,
+        ),
+        {},
+    ),
     "dots1": (
         "Dots1Config",
         dict(

@@ -135,6 +135,9 @@ def test_gpt3_shapes_have_their_parameters():
         assert abs(weights / 1e9 / billions - 1) < 0.02
 
 
+_LONGROPE = dict(rope_type="longrope", short_mscale=1.1, long_mscale=1.2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -144,6 +147,7 @@ def test_gpt3_shapes_have_their_parameters():
         (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
         (dict(model_type="deepseek_v3", v_head_dim=200), "v_head_dim=200 is more than the 192"),
         (dict(model_type="deepseek_v3", num_key_value_heads=8), "num_key_value_heads"),
+        (dict(model_type="phimoe", rope_scaling=_LONGROPE), "short_mscale=1.1 and long_mscale=1.2"),
         (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "topk_method"),
         (dict(model_type="glm4_moe_lite", mlp_layer_types=["none"] * 47), "mlp_layer_types"),
         (dict(model_type="llama4_text", layer_types=["sliding_attention"] * 48), "layer_types"),

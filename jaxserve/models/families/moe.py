@@ -257,7 +257,7 @@ def _mixtral(given: dict[str, Any]) -> dict[str, Any]:
             size=given["intermediate_size"],
             per_token=given["num_experts_per_tok"],
         ),
-        expert_names=_MIXTRAL_NAMES,
+        expert_names=MIXTRAL_NAMES,
     )
 
 
@@ -388,7 +388,7 @@ def _minimax(given: dict[str, Any]) -> dict[str, Any]:
             scores="sigmoid",
             has_correction=True,
         ),
-        expert_names=replace(_MIXTRAL_NAMES, correction="e_score_correction_bias"),
+        expert_names=replace(MIXTRAL_NAMES, correction="e_score_correction_bias"),
     )
 
 
@@ -429,7 +429,7 @@ def sparse_layers(given: Mapping[str, Any]) -> tuple[MLPKind, ...]:
     )
 
 
-_MIXTRAL_NAMES = ExpertNames(mlp="block_sparse_moe.", gate="w1", up="w3", down="w2")
+MIXTRAL_NAMES = ExpertNames(mlp="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 @final
