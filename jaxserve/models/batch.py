@@ -223,7 +223,7 @@ class KVCache:
         batch: AttentionBatch,
         **options: Any,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """Attend with unrotated `q` and `paged_attention`'s `options`; write nothing."""
+        """Attend with `q`, as it is, and `paged_attention`'s `options`; write nothing."""
         buffer, index = self._place(layer)
         read = over_tensor(
             partial(_read, **options), in_specs=(_HEADS, _PAGES, P(), P()), out_specs=_HEADS

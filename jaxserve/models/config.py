@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypeVar, final
+from typing import Any, Literal, Self, TypeVar, final, get_args
 
 from jax.sharding import Mesh
 
@@ -33,6 +33,7 @@ BY_LAYER: Mapping[str, str] = MappingProxyType(
         "rotated_layers": "flags of rotation",
         "layer_kinds": "kinds of layers",
         "mlp_kinds": "kinds of MLPs",
+        "kv_sources": "sources of keys",
     }
 )
 
@@ -81,6 +82,8 @@ class DecoderConfig:
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
       attention_chunks: the chunk of each layer, tokens: a token sees those of its own chunk of the
         sequence only; None is full attention, the default.
+      kv_sources: the earlier layer of equal kind whose keys and values each layer reads; None for
+        a layer with its own, the default.
       rotated_layers: whether each layer rotates queries and keys; all do by default.
       recurrence: the states of recurrent layers; None for a model without any.
       experts: the mixture of experts of layers that have one; None for a model without any.
@@ -128,6 +131,7 @@ class DecoderConfig:
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
     attention_chunks: tuple[int | None, ...] = ()
+    kv_sources: tuple[int | None, ...] = ()
     rotated_layers: tuple[bool, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()  # the kind of each layer; all have attention by default
     # The kind of each layer's MLP; by default all have experts if the model has any.
@@ -144,6 +148,8 @@ class DecoderConfig:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         if not self.attention_chunks:
             object.__setattr__(self, "attention_chunks", (None,) * self.num_layers)
+        if not self.kv_sources:
+            object.__setattr__(self, "kv_sources", (None,) * self.num_layers)
         if not self.rotated_layers:
             object.__setattr__(self, "rotated_layers", (True,) * self.num_layers)
         if not self.layer_kinds:
@@ -220,14 +226,16 @@ class DecoderConfig:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have one kind, window and rotary embedding, as a scan requires."""
-        kinds = zip(self.layer_kinds, self.mlp_kinds, strict=True)
+        kinds = zip(self.layer_kinds, self.mlp_kinds, self.kv_sources, strict=True)
         seen = zip(self.sliding_windows, self.attention_chunks, strict=True)
         layers = zip(kinds, seen, self.layer_ropes, strict=True)
         return len(set(layers)) == 1
 
     @property
     def num_attention_layers(self) -> int:
-        return sum(kind in ("attention", "both") for kind in self.layer_kinds)
+        """Number of layers of attention with their own keys and values."""
+        has_attention = sum(kind in ("attention", "both") for kind in self.layer_kinds)
+        return has_attention - sum(source is not None for source in self.kv_sources)
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -235,9 +243,13 @@ class DecoderConfig:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of each layer among those of its kind."""
-        kinds = self.layer_kinds
-        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
+        """The number of each layer's memory among those of its kind."""
+        counts = dict.fromkeys(get_args(LayerKind), 0)
+        places: list[int] = []
+        for kind, source in zip(self.layer_kinds, self.kv_sources, strict=True):
+            places.append(counts[kind] if source is None else places[source])
+            counts[kind] += source is None
+        return tuple(places)
 
     @property
     def default_context(self) -> int:

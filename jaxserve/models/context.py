@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.batch import AttentionBatch, KVCache, in_chunks
 from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
-from pallas_kernels import RopeTables, whole_attention
+from pallas_kernels import RopeTables, apply_rope, whole_attention
 
 
 class LayerContext(Protocol):
@@ -24,6 +24,11 @@ class LayerContext(Protocol):
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
         """The adapter of each token, -1 for none; None if no token has one."""
+        ...
+
+    @property
+    def layer_input(self) -> Float[Array, "tokens width"] | None:
+        """The tokens' own input of this layer (`Decoder._layer_inputs`); None without one."""
         ...
 
     def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
@@ -44,6 +49,12 @@ class LayerContext(Protocol):
         This rotates queries and keys if positions are rotary. `scale`, `soft_cap`,
         `alibi_slopes` and `sinks` are those of `pallas_kernels.paged_attention`.
         """
+        ...
+
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Return attention for queries over the keys and values of this layer's `kv_sources`."""
         ...
 
     def recur(
@@ -76,8 +87,10 @@ class PagedContext:
         batch: AttentionBatch,
         cache: KVCache,
         chunk: int | None = None,  # see `DecoderConfig.attention_chunks`
+        layer_input: Float[Array, "tokens width"] | None = None,
     ):
         self.cache = cache
+        self.layer_input = layer_input
         self._chunk = chunk
         self._layer = layer
         self._rope = rope
@@ -112,6 +125,18 @@ class PagedContext:
             sinks=sinks,
         )
         return out
+
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        rotated = q if self._rope is None else apply_rope(q, self._rope)
+        return self.cache.read(
+            self._layer,
+            rotated.reshape(len(q), -1, q.shape[-1]),
+            self._chunked(len(q)),
+            sliding_window=self._sliding_window,
+            scale=scale,
+        )
 
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
@@ -181,7 +206,13 @@ class WholeContext:
         rope: RopeTables | None,
         sliding_window: int | None,
         chunk: int | None = None,  # see `DecoderConfig.attention_chunks`
+        *,
+        layer_input: Float[Array, "tokens width"] | None = None,
+        source: WholeContext | None = None,  # of the layer whose keys and values are read
     ):
+        self.layer_input = layer_input
+        self._source = source
+        self._kv: Float[Array, "tokens kv_heads 2 head_dim"] | None = None
         self._length = length
         self._chunk = chunk
         self._rope = rope
@@ -199,6 +230,7 @@ class WholeContext:
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
+        self._kv = qkv[:, :, -2:]
         chunk = self._length if self._chunk is None else min(self._chunk, self._length)
         num_sequences, missing = qkv.shape[0] // self._length, -self._length % chunk
 
@@ -225,6 +257,13 @@ class WholeContext:
             return out
         out = out.reshape(num_sequences, self._length + missing, *out.shape[1:])
         return out[:, : self._length].reshape(-1, *out.shape[2:])
+
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        assert self._source is not None and self._source._kv is not None, "a layer with its own"
+        qkv = jnp.concatenate([q, self._source._kv], axis=2)
+        return self.attend(qkv, scale=scale, soft_cap=None)
 
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike

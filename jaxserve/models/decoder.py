@@ -13,9 +13,10 @@ embedding in the first part and the norm and the logits in the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,8 @@ class Decoder(SumsRows):
         x = self._embed(inputs, batch.positions, batch.adapter) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
-            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, incoming)
+            own = self._layer_inputs(inputs, x, batch.adapter)
+            x, cache, tapped = self._unroll(x, own, layer_tables, batch, cache, tap, incoming)
         else:
             table = tables[self.config.layer_ropes[0]]
             x, cache, tapped = self._scan(x, table, batch, cache, tap, incoming)
@@ -196,10 +198,19 @@ class Decoder(SumsRows):
         tables = self._rope_tables(positions)
         x = self._embed(tokens.reshape(-1), positions, None)
         if isinstance(self.blocks, nnx.List):
-            seen = zip(config.sliding_windows, config.attention_chunks, strict=True)
-            kinds = zip(self.blocks, config.layer_ropes, seen, strict=True)
-            for block, rope, (window, chunk) in list(kinds)[:num_layers]:
-                x = block(x, WholeContext(length, tables[rope], window, chunk))
+            own, contexts = self._layer_inputs(tokens.reshape(-1), x, None), []
+            for layer in range(num_layers):
+                source = config.kv_sources[layer]
+                context = WholeContext(
+                    length,
+                    tables[config.layer_ropes[layer]],
+                    config.sliding_windows[layer],
+                    config.attention_chunks[layer],
+                    layer_input=own[layer],
+                    source=None if source is None else contexts[source],
+                )
+                contexts.append(context)
+                x = self.blocks[layer](x, context)
         else:
             graphdef, stacked = nnx.split(self.blocks)
             window, chunk = config.sliding_windows[0], config.attention_chunks[0]
@@ -282,6 +293,15 @@ class Decoder(SumsRows):
     ) -> Float[Array, "tokens hidden"]:
         return Linear(self.embedding).rows(tokens, adapter, self.config.dtype)
 
+    def _layer_inputs(
+        self,
+        tokens: Int32[Array, " tokens"] | Float[Array, "tokens embed"],
+        x: Float[Array, "tokens embed"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Sequence[Float[Array, "tokens width"] | None]:
+        """Return the tokens' own input of each layer, beside the residual stream at the start."""
+        return (None,) * self.config.num_layers
+
     def _end(
         self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
     ) -> Float[Array, "tokens hidden"]:
@@ -300,7 +320,8 @@ class Decoder(SumsRows):
     def _unroll(
         self,
         x: Float[Array, "tokens embed"],
-        tables: list[RopeTables | None],
+        layer_inputs: Sequence[Float[Array, "tokens width"] | None],
+        tables: list[Any],  # of each layer `RopeTables` of its own width, or None
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
@@ -313,10 +334,11 @@ class Decoder(SumsRows):
             window = self.config.sliding_windows[layer]
             kind, place = self.config.layer_kinds[layer], self.config.places[layer]
             own = cache.layer(kind, place)
-            if incoming is not None and kind == "attention":
+            has_own = self.config.kv_sources[layer] is None
+            if incoming is not None and kind == "attention" and has_own:
                 own = incoming.put(own, 0, incoming.fetch(place))
-            chunk = self.config.attention_chunks[layer]
-            x, own = _one_layer(graphdef, window, chunk, state, x, tables[layer], batch, own)
+            chunk, given = self.config.attention_chunks[layer], layer_inputs[layer]
+            x, own = _one_layer(graphdef, window, chunk, state, x, given, tables[layer], batch, own)
             cache = cache.with_layer(kind, place, own)
             if tap is not None and tap.layer == layer + 1:
                 tapped = x[tap.rows]
@@ -361,10 +383,11 @@ def _one_layer(
     chunk: int | None,
     state: nnx.State,
     x: Float[Array, "tokens embed"],
+    layer_input: Float[Array, "tokens width"] | None,
     tables: RopeTables | None,
     batch: AttentionBatch,
     cache: KVCache,
 ) -> tuple[Float[Array, "tokens embed"], KVCache]:
     """Run one unrolled layer over its own cache buffer; jitted: equal layers share a trace."""
-    context = PagedContext(0, tables, window, batch, cache, chunk)
+    context = PagedContext(0, tables, window, batch, cache, chunk, layer_input)
     return nnx.merge(graphdef, state)(x, context), context.cache

@@ -95,6 +95,7 @@ class EncoderContext:
     """
 
     adapter: Int32[Array, " tokens"] | None = None
+    layer_input: Float[Array, "tokens width"] | None = None
 
     def __init__(self, batch: EncoderBatch, biases: Float[Array, "heads offsets"]):
         self._batch = batch
@@ -130,6 +131,11 @@ class EncoderContext:
             tuple(map(in_blocks, (q, batch.prompt, batch.positions))),
         )
         return out.reshape(count * size, heads, head_dim)[:tokens]
+
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        raise NotImplementedError("encoders whose layers share keys and values")
 
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,6 +25,7 @@ class Family:
       predicts_several: whether checkpoints may have layers after the last, which predict several
         tokens at a time and are not read.
       ignored: a pattern of tensor names that a checkpoint may have and the model does not need.
+      unread: returns, for a configuration, names of other such tensors.
     """
 
     fields: Mapping[str, Fields]
@@ -33,3 +35,8 @@ class Family:
     prefix: str = "model."
     predicts_several: bool = False
     ignored: str = r".*\.rotary_emb\.inv_freq"
+    unread: Callable[[Any], Collection[str]] = lambda config: ()
+
+    def ignored_of(self, config: DecoderConfig) -> re.Pattern[str]:
+        """Return the pattern of all names that a checkpoint of this configuration need not have."""
+        return re.compile("|".join([self.ignored, *map(re.escape, self.unread(config))]))

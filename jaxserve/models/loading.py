@@ -36,7 +36,8 @@ _IN_FRONT = ("module.", "base_model.model.", "language_model.")
 _HEADS = ("lm_head.", "embed_out.", "score.")
 # Tensors of models of images and text that their text model lacks.
 _IMAGES = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|image_newline)(?:\.|$)"
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|image_newline|"
+    r"audio_tower|embed_vision|embed_audio)(?:\.|$)"
 )
 # Numbers of two tensors that are compared at a time.
 _COMPARED = 1 << 22
@@ -51,7 +52,7 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
     and a head alone is the embedding if both are tied.
     """
     family = family_of(config)
-    prefix, ignored = prefix_of(config), re.compile(family.ignored)
+    prefix, ignored = prefix_of(config), family.ignored_of(config)
     whole = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
     names = {own: name for own, name in whole.items() if not ignored.fullmatch(name)}
     texts = {own: name for own, name in names.items() if not _IMAGES.match(name)}
@@ -388,7 +389,7 @@ def _check(
     ]
     # A second copy of tied embeddings, and tensors that the family does not need.
     tied = r"lm_head\.weight|embed_out\.weight" if config.tie_word_embeddings else "(?!)"
-    ignored = re.compile(f"{tied}|{family.ignored}")
+    ignored = re.compile(f"{tied}|{family.ignored_of(config).pattern}")
     problems += [
         f"surplus tensor {name} {tuple(found[name])}"
         for name in sorted(found.keys() - wanted - set(spare))

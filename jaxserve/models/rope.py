@@ -17,7 +17,7 @@ from pallas_kernels import RopeTables, dispatch, matmul
 
 # The field of a GGUF file's own factor of sines and cosines, in addition to config.json's fields.
 MAGNITUDE = "gguf_attn_factor"
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @final
@@ -43,6 +43,7 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    share: float = 1.0  # the part of the frequencies that proportional does not set to zero
     is_long: bool = False  # whether `long_factors` are used, at all positions
 
     @classmethod
@@ -59,7 +60,7 @@ class RopeScaling:
         if kind == "default" or (kind == "linear" and given.get("factor") == magnitude == 1):
             return None
         original = given.get("original_max_position_embeddings") or max_position_embeddings
-        factor = given.get("factor")
+        factor = given.get("factor", 1.0 if kind == "proportional" else None)
         if factor is None and kind in ("yarn", "longrope"):
             factor = max_position_embeddings / original
         missing = [name for name in _NEEDED.get(kind, ()) if name not in given]
@@ -79,6 +80,7 @@ class RopeScaling:
             truncate=bool(given.get("truncate", True)),
             short_factors=tuple(map(float, given.get("short_factor") or ())),
             long_factors=tuple(map(float, given.get("long_factor") or ())),
+            share=float(given.get("partial_rotary_factor", 1.0)) if kind == "proportional" else 1.0,
             is_long=kind == "longrope" and max_position_embeddings > original,
         )
 
@@ -110,10 +112,10 @@ class Rope:
     def longest_context(self, max_position_embeddings: int) -> int:
         """Return the number of positions in a config.json, extended by the scaling.
 
-        As in vLLM: yarn stretches the original context, linear scaling the stated one; for llama3
-        and longrope the stated one is already extended. transformers has no limit.
+        As in vLLM: yarn stretches the original context, linear scaling the stated one; for
+        the others the stated one is already extended. transformers has no limit.
         """
-        if self.scaling is None or self.scaling.kind in ("llama3", "longrope"):
+        if self.scaling is None or self.scaling.kind in _STATED:
             return max_position_embeddings
         is_yarn = self.scaling.kind == "yarn"
         before = (
@@ -161,6 +163,10 @@ def inverse_frequencies(
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies
+    if scaling.kind == "proportional":
+        rotated = int(scaling.share * head_dim // 2)
+        frequencies[rotated:] = 0
+        return frequencies / scaling.factor
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
@@ -207,6 +213,8 @@ def _computed_once(x: Float32[Array, "tokens columns"]) -> Float32[Array, "token
     return matmul(x, jnp.eye(x.shape[1])) if dispatch.target_platform() == "cpu" else x
 
 
+# Scalings of models whose max_position_embeddings is that after the scaling.
+_STATED = ("llama3", "longrope", "proportional")
 # Fields of a scaling that have no default.
 _NEEDED = MappingProxyType(
     {

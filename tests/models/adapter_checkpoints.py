@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias
 # Families that name, order and transpose their matrices differently.
 FAMILIES = (
     *("llama", "qwen3_moe", "qwen2_moe", "gpt2", "opt", "gptj", "gpt_neox", "phi3"),
-    "gemma2",
+    *("gemma4", "gemma2"),
 )
 # Families with recurrent layers, which serve merged adapters only.
 RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next", "nemotron_h")
@@ -62,8 +63,8 @@ def checkpoint_of(config, rng) -> dict[str, np.ndarray]:
 
 def _is_adapted(name: str, array: np.ndarray) -> bool:
     """Return whether a tensor is a matrix of a layer, and neither an expert's nor a router's."""
-    in_layer = any(f".{layer}." in name for layer in range(3))
-    others = (".experts.", "gate.weight", "norm", "router")
+    in_layer = re.search(r"\.\d+\.", name) is not None
+    others = (".experts.", ".gate.weight", "expert_gate.weight", "norm", "router")
     is_matrix = array.ndim == 2 and name.endswith("weight")
     return in_layer and is_matrix and not any(part in name for part in others)
 

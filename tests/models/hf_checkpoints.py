@@ -410,6 +410,43 @@ _OTHERS = {
         ),
         {},
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 7},
+            layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
+            sliding_window=7,
+            head_dim=12,
+            global_head_dim=20,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=14,
+            final_logit_softcapping=3.0,
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+                full_attention=dict(
+                    rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.6
+                ),
+            ),
+        ),
+        {},
+    ),
+    # Without shared keys, inputs of layers and keys that are values.
+    "gemma4_plain": (
+        "Gemma4TextConfig",
+        dict(
+            **_SIZES,
+            **_WINDOWS,
+            head_dim=12,
+            global_head_dim=20,
+            hidden_size_per_layer_input=0,
+            tie_word_embeddings=False,
+        ),
+        {},
+    ),
     "mixtral": (
         "MixtralConfig",
         dict(**_SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=9),
@@ -835,6 +872,9 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # likewise
             torch.nn.init.normal_(buffer, std=0.2)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("layer_scalar"):  # a buffer
+            tensor.fill_(0.8)
     model.to(dtype).save_pretrained(folder, **save_options)
     # Read back, because .to(bfloat16) rounds the rotary frequencies permanently.
     return transformers.AutoModelForCausalLM.from_pretrained(

@@ -26,6 +26,8 @@ _UNDECLARED = {
     "scale_decoder_outputs": True,
     "decoder_start_token_id": None,
     "head_dim": None,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
     "hybrid_override_pattern": "ME*-",
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
@@ -41,6 +43,7 @@ _BY_KIND: dict[tuple[str, str], Any] = {
 }
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
+    "gemma4_text": ("global_head_dim",),
     # It is the whole head then, and a quarter after the class has written and read it.
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("partial_rotary_factor",)),
     **dict.fromkeys(("glm", "glm4"), ("partial_rotary_factor",)),

@@ -334,6 +334,7 @@ CASES = (
     ("qwen3_moe", "unrolled", 2),
     ("olmo2", "unrolled", 2),
     ("granite", "scanned", 1),
+    ("gemma4", "unrolled", 2),
     ("qwen2_moe", "unrolled", 2),
 )
 

@@ -58,6 +58,26 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _WIDE | {"query_pre_attn_scalar": 8, "sliding_window": 4},
         _TOWER | {"model_type": "siglip_vision_model"},
     ),
+    "gemma4": (
+        "Gemma4",
+        _TEXT
+        | dict(
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=4,
+            head_dim=12,
+            global_head_dim=20,
+            vocab_size_per_layer_input=101,
+            hidden_size_per_layer_input=14,
+        ),
+        dict(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+        ),
+    ),
     "mistral3": (
         "Mistral3",
         _WIDE

@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 WRAPPERS: Mapping[str, bool] = MappingProxyType(
     {
         "gemma3": True,
+        "gemma4": True,
         "internvl": True,
         "llava": False,
         "llava_next": False,
