@@ -783,6 +783,21 @@ _OTHERS = {
         ),
         {},
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        dict(
+            **_SIZES | {"num_hidden_layers": 3},
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            conv_L_cache=4,
+            num_dense_layers=1,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            routed_scaling_factor=1.7,
+        ),
+        {},
+    ),
     "lfm2": (
         "Lfm2Config",
         dict(
@@ -867,10 +882,7 @@ def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.floa
         if parameter.ndim == 1 or name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
-            torch.nn.init.normal_(buffer, std=0.2)
-    for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):  # likewise
+        if name.endswith(("correction_bias", "expert_bias")):  # likewise
             torch.nn.init.normal_(buffer, std=0.2)
     for name, tensor in model.state_dict().items():
         if name.endswith("layer_scalar"):  # a buffer

@@ -93,6 +93,7 @@ _ALIASES = {
     "bloom": {"n_embed": "hidden_size"},
     "falcon": {"n_embed": "hidden_size"},
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
     "nemotron_h": {
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",

@@ -1,4 +1,4 @@
-"""LFM2: layers of short gated convolutions and layers of attention, each with an MLP."""
+"""LFM2: layers of short gated convolutions and of attention, with an MLP or with experts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jaxserve.models.convolution import (
     convolution_weights,
 )
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
 from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
@@ -27,35 +28,54 @@ from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Inputs, State
 from jaxserve.models.rope import Rope
+from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight, gate_and_up
 
+_SHARED = dict(
+    vocab_size=65536,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=None,
+    max_position_embeddings=128000,
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_parameters=None,
+    rope_scaling=None,
+    rope_theta=1e6,
+    conv_bias=False,
+    conv_L_cache=3,
+    layer_types=None,
+)
 _FIELDS = {
     "lfm2": Fields(
-        dict(
-            vocab_size=65536,
+        _SHARED
+        | dict(
             hidden_size=2560,
             intermediate_size=12288,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=None,
-            max_position_embeddings=128000,
-            norm_eps=1e-5,
-            tie_word_embeddings=True,
-            rope_parameters=None,
-            rope_scaling=None,
-            rope_theta=1e6,
-            conv_bias=False,
-            conv_L_cache=3,
             block_multiple_of=256,
             block_ffn_dim_multiplier=1.0,
             block_auto_adjust_ff_dim=True,
             full_attn_idxs=None,
-            layer_types=None,
         ),
         # Names of the first releases.
         aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
-    )
+    ),
+    "lfm2_moe": Fields(
+        _SHARED
+        | dict(
+            hidden_size=2048,
+            intermediate_size=7168,
+            moe_intermediate_size=1792,
+            num_dense_layers=2,
+            num_experts=32,
+            num_experts_per_tok=4,
+            use_expert_bias=True,
+            routed_scaling_factor=1.0,
+            norm_topk_prob=True,
+        ),
+        aliases={"tie_embedding": "tie_word_embeddings"},
+    ),
 }
 
 
@@ -88,8 +108,9 @@ class LFM2Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        given = _FIELDS["lfm2"].read(given)
+        given = _FIELDS[given["model_type"]].read(given)
         given |= {"rms_norm_eps": given["norm_eps"], "intermediate_size": _mlp_size(given)}
+        attention = given.get("full_attn_idxs")
         kinds = given.pop("layer_types")
         fields = rotary_decoder_fields(given)
         sizes = ConvolutionSizes(
@@ -99,15 +120,35 @@ class LFM2Config(DecoderConfig):
         )
         return cls(
             **fields,
-            layer_kinds=_layer_kinds(kinds, given["full_attn_idxs"], fields["num_layers"]),
+            layer_kinds=_layer_kinds(kinds, attention, fields["num_layers"]),
             recurrence=sizes,
+            **_mixture(given),
         )
+
+
+def _mixture(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model with experts in the layers after the first ones."""
+    if "num_experts" not in given:
+        return {}
+    num_layers, num_dense = given["num_hidden_layers"], given["num_dense_layers"]
+    return dict(
+        experts=ExpertsConfig(
+            num=given["num_experts"],
+            size=given["moe_intermediate_size"],
+            per_token=given["num_experts_per_tok"],
+            scores="sigmoid",
+            normalises_gates=bool(given["norm_topk_prob"]),
+            gate_scale=float(given["routed_scaling_factor"]),
+            has_correction=bool(given["use_expert_bias"]),
+        ),
+        mlp_kinds=tuple("dense" if i < num_dense else "experts" for i in range(num_layers)),
+    )
 
 
 def _mlp_size(given: Mapping[str, Any]) -> int:
     """Return the size of an MLP: two thirds of the stated one, times a factor, rounded up."""
     size = given["intermediate_size"]
-    if not given["block_auto_adjust_ff_dim"]:
+    if not given.get("block_auto_adjust_ff_dim"):
         return size
     unit = given["block_multiple_of"]
     size = int(given["block_ffn_dim_multiplier"] * int(2 * size / 3))
@@ -178,15 +219,38 @@ class LFM2ConvolutionBlock(RecurrentBlock):
 
 
 @final
+class ExpertsBlock(Block):
+    norm_class = RMSNorm
+    mlp_class = MixtureOfExperts
+
+
+@final
+class ExpertsConvolutionBlock(RecurrentBlock):
+    norm_class = RMSNorm
+    mlp_class = MixtureOfExperts
+    mixer_class = GatedConvolution
+
+
+@final
 class LFM2(Decoder):
     block_class = LFM2Block
     recurrent_block_class = LFM2ConvolutionBlock
+
+    def _block_class(self, layer: int) -> type[Block]:
+        if self.config.mlp_kinds[layer] == "dense":
+            return super()._block_class(layer)
+        is_attention = self.config.layer_kinds[layer] == "attention"
+        return ExpertsBlock if is_attention else ExpertsConvolutionBlock
+
+
+_NAMES = ExpertNames(mlp="feed_forward.", correction="expert_bias", gate="w1", up="w3", down="w2")
 
 
 def _weights(config: LFM2Config) -> dict[str, Weight]:
     attention, mixer, mlp = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
     return {
         **attention_weights(config),
+        **expert_weights(config, LAYER, _NAMES),
         "blocks.attention.wo": Weight.of(attention + "out_proj.weight", "k g d e", "e (k g d)"),
         "blocks.attention.q_norm.scale": Weight.of(attention + "q_layernorm.weight", "d"),
         "blocks.attention.k_norm.scale": Weight.of(attention + "k_layernorm.weight", "d"),
