@@ -30,7 +30,7 @@ _DTYPES = (
 )
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"sliding_window": 1000},
+    {"has_sinks": True, "sliding_window": 1000},
     {"soft_cap": 30.0, "scale": 0.1},
     {"has_alibi": True, "sliding_window": 77, "soft_cap": 50.0},
 )
@@ -39,7 +39,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A kind of call; `options` are arguments of `paged_attention`, and `has_alibi`.
+    """A kind of call; `options` are arguments of `paged_attention`, `has_alibi` and `has_sinks`.
 
     With `chunk_invariant`, the split kernel takes all rows.
     """
@@ -111,6 +111,8 @@ class Configuration:
             rows=Rows(row, row, row, row, array("int32", num_rows, width)),
             plan=no_work(tiling, capacity),
         )
+        if options.pop("has_sinks", False):
+            arguments["sinks"] = array("float32", self.kv_heads * self.group)
         if options.pop("has_alibi", False):
             arguments["alibi_slopes"] = array("float32", self.kv_heads * self.group)
         if self.page_dtype != self.dtype:

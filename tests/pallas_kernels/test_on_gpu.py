@@ -270,6 +270,8 @@ def _inputs(configuration: Configuration):
         position = np.arange(context)
         held[table[position // shape.page_size], position % shape.page_size] = True
     options = dict(configuration.options)
+    if options.pop("has_sinks", False):
+        options["sinks"] = jnp.linspace(-2.0, 3.0, shape.num_heads)
     if options.pop("has_alibi", False):
         options["alibi_slopes"] = jnp.linspace(0.01, 0.2, shape.num_heads)
     if configuration.page_dtype == configuration.dtype:
