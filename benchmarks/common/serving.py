@@ -224,7 +224,7 @@ def answered(
     """
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
-    done = rt.generate(prompts, params)
+    done = rt.generate(prompts, params, progress=False)
     wall_s = time.perf_counter() - begin_s
     time.sleep(_SETTLING_S)
     num_tokens = sum(len(each.token_ids) for each in done)
