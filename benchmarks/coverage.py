@@ -201,21 +201,28 @@ def _checked(wanted: Sequence[Architecture]) -> Iterator[tuple[Architecture, Row
 
 
 def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=_PER_PROCESS)
+    return ProcessPoolExecutor(
+        1, get_context("spawn"), initializer=_prepare, max_tasks_per_child=_PER_PROCESS
+    )
 
 
-def check(architecture: Architecture) -> Row:
-    """Return what is found for one architecture; no error of its own is raised."""
-    # Compilation takes most of the time.
+def _prepare() -> None:
+    """Set up a process: it says nothing, and compiles fast, which takes most of its time."""
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     import transformers
-
-    from jaxserve.models.families import FAMILIES, config_from_hf, family_of, nearest_family
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+
+
+def check(architecture: Architecture) -> Row:
+    """Return what is found for one architecture; no error of its own is raised."""
+    import transformers
+
+    from jaxserve.models.families import FAMILIES, config_from_hf, family_of, nearest_family
+
     row: dict[str, Any] = dict(class_name=architecture.class_name)
     try:
         kind = architecture.wrapper or architecture.kind
