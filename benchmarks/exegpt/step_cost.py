@@ -166,11 +166,4 @@ class MixedStepCost:
 
 
 def pipeline_of(deployment: Deployment, layout: ParallelLayout) -> Pipeline:
-    cluster = deployment.cluster
-    return Pipeline.of(
-        np.array([cluster.num_devices]),
-        np.array([layout.num_sharded_devices]),
-        np.array([layout.degree]),
-        first_device=0,
-        devices_per_machine=cluster.devices_per_machine,
-    )
+    return Pipeline.of_layouts((layout,), deployment.cluster)

@@ -20,7 +20,7 @@ from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.bench import one_layer, quantised_model
 from jaxserve.planning.layers.profile import LayerProfile, LayerSizes, batch_curve, curve
 from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
-from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Numbers
+from jaxserve.planning.schedules.layer_cost import Deployment, LayerCost, LayerPhase, Numbers
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
 
 
@@ -42,7 +42,7 @@ class Line:
 
 
 @final
-class MeasuredLayerCost:
+class MeasuredLayerCost(LayerCost):
     """A `LayerCost` of a model on real devices, from a `LayerProfile`.
 
     Every curve includes the seconds of an empty pass, which are subtracted and counted once a stage
@@ -71,8 +71,6 @@ class MeasuredLayerCost:
         measurement was interrupted.
     """
 
-    batching_pays = False
-
     def __init__(
         self,
         profile: LayerProfile,
@@ -91,7 +89,10 @@ class MeasuredLayerCost:
                 "the profile lacks curves of a layer on one device; measure again, which goes on "
                 "from what is there"
             )
-        self.launch_s = self._seconds(parts.LAUNCH, 1)[1]
+
+    @property
+    def launch_s(self) -> float:
+        return self._seconds(parts.LAUNCH, 1)[1]
 
     def attention_s(
         self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers

@@ -11,12 +11,11 @@ import numpy as np
 from jaxserve.planning.schedules.layer_cost import (
     Boxes,
     Deployment,
-    LayerCost,
     LayerPhase,
     Numbers,
     Pipeline,
     layouts_of,
-    shared_out,
+    stages_of,
 )
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.schedule import (
@@ -24,59 +23,12 @@ from jaxserve.planning.schedules.schedule import (
     Best,
     Estimates,
     ParallelLayout,
-    PipelineStage,
     Points,
     Schedule,
 )
 
 # Most prompt tokens of a micro-batch; the control variable counts these from 1.
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
-
-
-@final
-@dataclass(frozen=True)
-class MixedCost:
-    """Layer costs of a decode pass that also computes pieces of prompts.
-
-    `num_pieces` and `length` broadcast with the arguments of the costs; the square of a piece's
-    length times `num_pieces` gives the pairs that attention computes.
-    """
-
-    cost: LayerCost
-    num_pieces: Numbers
-    length: Numbers
-
-    @property
-    def batching_pays(self) -> bool:
-        return self.cost.batching_pays
-
-    @property
-    def launch_s(self) -> float:
-        return self.cost.launch_s
-
-    def attention_s(
-        self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
-    ) -> np.ndarray:
-        pieces_s = self.cost.attention_s(LayerPhase.ENCODE, self.num_pieces, self.length, degree)
-        return self.cost.attention_s(phase, batch, length, degree) + pieces_s
-
-    def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.rest_s(phase, num_tokens, degree)
-
-    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.sync_s(phase, num_tokens, degree)
-
-    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.join_s(num_tokens, degree)
-
-    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.head_s(num_tokens, degree)
-
-    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
-        return self.cost.handoff_s(num_tokens, is_across=is_across)
-
-    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
-        return self.cost.handover_s(num_tokens, num_devices)
 
 
 def mixed_iteration_s(
@@ -100,8 +52,8 @@ def mixed_iteration_s(
     Args:
       rows: sequences of a micro-batch, including those with a piece of a prompt.
       context: positions that a decoded token attends to.
-      num_pieces, length: pieces of prompts, see `MixedCost`. Fewer than one whole prompt means one
-        prompt in that share of the micro-batches.
+      num_pieces, length: pieces of prompts, see `Pipeline.pass_s`. Less than one means one in
+        that share of the micro-batches.
       num_tokens: prompt tokens of a micro-batch.
     """
     model, cost = deployment.model, deployment.cost
@@ -109,13 +61,14 @@ def mixed_iteration_s(
     is_mixed = model.is_decoder_only
     decoding = np.maximum(rows - num_pieces, 0.0) if is_mixed else rows
     slowest_s, through_s = pipeline.pass_s(
-        MixedCost(cost, num_pieces, length) if is_mixed else cost,
+        cost,
         LayerPhase.DECODE,
         model.num_decode_layers,
         batch=decoding,
         length=context,
         num_tokens=decoding + num_tokens * is_mixed,
         num_head_tokens=rows,
+        pieces=(num_pieces, length) if is_mixed else None,
     )
     if not is_mixed:
         whole = np.maximum(num_pieces, 1.0)
@@ -182,13 +135,7 @@ class ContinuousTimeline:
         self._longest = lengths.outputs.percentile(lengths.level)
         self._context = lengths.inputs.mean + lengths.outputs.mean_position
         self.layouts = tuple(layouts or layouts_of((AllocationPolicy.CONTINUOUS,), cluster))
-        self._pipelines = Pipeline.of(
-            np.full(len(self.layouts), cluster.num_devices),
-            np.array([layout.num_sharded_devices for layout in self.layouts]),
-            np.array([layout.degree for layout in self.layouts]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
-        )
+        self._pipelines = Pipeline.of_layouts(self.layouts, cluster)
         self.max_control = len(CHUNKS) if deployment.model.is_decoder_only else 1
         self.max_encode_batch = self._largest_batch()
 
@@ -212,10 +159,7 @@ class ContinuousTimeline:
         )
 
     def boxes(self) -> Boxes:
-        layouts = np.arange(len(self.layouts))
-        ones = np.ones_like(layouts)
-        high = Points(layouts, ones * self.max_encode_batch, ones * self.max_control)
-        return Boxes(Points(layouts, ones, ones), high)
+        return Boxes.whole(len(self.layouts), self.max_encode_batch, self.max_control)
 
     def bound(self, boxes: Boxes) -> Best:
         """Bound boxes by the smallest B, and the smallest chunk as often as the largest is needed.
@@ -249,15 +193,7 @@ class ContinuousTimeline:
             decode_batch=float(batch),
             num_decodes=0,
             num_micro_batches=num_turns,
-            stages=tuple(
-                PipelineStage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
-                for num, encode, decode in zip(
-                    devices,
-                    shared_out(model.num_encode_layers, devices),
-                    shared_out(model.num_decode_layers, devices),
-                    strict=True,
-                )
-            ),
+            stages=stages_of(model, devices),
             max_running=batch,
             chunk_tokens=num_turns * chunk if model.is_decoder_only else 0,
         )

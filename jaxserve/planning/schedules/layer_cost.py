@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Protocol, TypeAlias, final
@@ -16,6 +17,7 @@ from jaxserve.planning.schedules.schedule import (
     Best,
     Estimates,
     ParallelLayout,
+    PipelineStage,
     Points,
     Schedule,
 )
@@ -32,8 +34,8 @@ class LayerPhase(Enum):
     DECODE = "decode"
 
 
-class LayerCost(Protocol):
-    """Seconds of a layer and of its communication. Arguments broadcast.
+class LayerCost(abc.ABC):
+    """Seconds of a layer and of its communication, by default without any. Arguments broadcast.
 
     No result falls when a batch, a number of tokens or a length rises; `schedules.search` finds the
     best schedule only under this condition. Batches and numbers of tokens are expected values, so
@@ -46,12 +48,13 @@ class LayerCost(Protocol):
         times of padded batches do not have this property.
     """
 
-    @property
-    def batching_pays(self) -> bool: ...
+    batching_pays: bool = False
 
     @property
-    def launch_s(self) -> float: ...
+    def launch_s(self) -> float:
+        return 0.0
 
+    @abc.abstractmethod
     def attention_s(
         self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
@@ -62,23 +65,22 @@ class LayerCost(Protocol):
           length: tokens of each sequence to encode; positions that each token to decode attends to,
             including those of cross attention.
         """
-        ...
 
+    @abc.abstractmethod
     def rest_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         """Return the seconds of a layer without its attention, on one of `degree` shards."""
-        ...
 
     def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         """Return the seconds of a layer's sums over shards; 0 for one shard."""
-        ...
+        return np.zeros(np.broadcast(num_tokens, degree).shape)
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         """Return the seconds to project encoder outputs for a decoder layer; 0 if decoder-only."""
-        ...
+        return np.zeros(np.broadcast(num_tokens, degree).shape)
 
     def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         """Return the seconds from the last layer's activations to sampled tokens."""
-        ...
+        return np.zeros(np.broadcast(num_tokens, degree).shape)
 
     def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
         """Return the seconds to hand activations to the next stage.
@@ -86,14 +88,14 @@ class LayerCost(Protocol):
         Args:
           is_across: whether the next stage is on another machine.
         """
-        ...
+        return np.zeros(np.shape(num_tokens))
 
     def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
         """Return the seconds to hand input tokens' KV (or encoder outputs) to WAA's decode group.
 
         `num_devices` is the number of sending or receiving devices, whichever is smaller.
         """
-        ...
+        return np.zeros(np.broadcast(num_tokens, num_devices).shape)
 
 
 @final
@@ -138,6 +140,16 @@ class Boxes:
 
     low: Points
     high: Points
+
+    @classmethod
+    def whole(cls, num_layouts: int, max_encode_batch: int, max_control: int) -> Boxes:
+        """Return one box for each layout, with all its configurations."""
+        layouts = np.arange(num_layouts)
+        ones = np.ones_like(layouts)
+        return cls(
+            Points(layouts, ones, ones),
+            Points(layouts, ones * max_encode_batch, ones * max_control),
+        )
 
     def __len__(self) -> int:
         return len(self.low)
@@ -234,6 +246,17 @@ class Pipeline:
             num_across=np.asarray(num_across),
         )
 
+    @classmethod
+    def of_layouts(cls, layouts: Sequence[ParallelLayout], cluster: Cluster) -> Pipeline:
+        """Return the pipelines whose stages are all devices of a cluster."""
+        return cls.of(
+            np.full(len(layouts), cluster.num_devices),
+            np.array([layout.num_sharded_devices for layout in layouts]),
+            np.array([layout.degree for layout in layouts]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+
     def __getitem__(self, which: object) -> Pipeline:
         return Pipeline(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
@@ -262,12 +285,20 @@ class Pipeline:
         length: Numbers,
         num_tokens: np.ndarray,
         num_head_tokens: np.ndarray | None,
+        pieces: tuple[Numbers, Numbers] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a pass in the slowest stage, and through all; see `LayerCost`."""
+        """Return the seconds of a pass in the slowest stage, and through all; see `LayerCost`.
+
+        Args:
+          pieces: number and length of pieces of prompts that a decode pass computes, too. The
+            square of the length times the number gives the pairs that attention computes.
+        """
 
         def layer_s(degree: Numbers) -> np.ndarray:
+            pieces_s = cost.attention_s(LayerPhase.ENCODE, *pieces, degree) if pieces else 0.0
             return (
                 cost.attention_s(phase, batch, length, degree)
+                + pieces_s
                 + cost.rest_s(phase, num_tokens, degree)
                 + cost.sync_s(phase, num_tokens, degree)
             )
@@ -362,7 +393,7 @@ def roofline_deployment(model: TransformerShape, cluster: Cluster) -> Deployment
 
 @final
 @dataclass(frozen=True)
-class RooflineLayerCost:
+class RooflineLayerCost(LayerCost):
     """Layer costs as the longer of arithmetic and memory traffic.
 
     Products with weights take two operations per token and parameter, and read the weights once.
@@ -373,9 +404,7 @@ class RooflineLayerCost:
     model: TransformerShape
     cluster: Cluster
 
-    @property
-    def batching_pays(self) -> bool:
-        return True
+    batching_pays = True
 
     @property
     def launch_s(self) -> float:
@@ -445,3 +474,16 @@ class RooflineLayerCost:
 
     def _reached(self, bytes_per_s: float) -> float:
         return bytes_per_s * self.cluster.peer_efficiency
+
+
+def stages_of(model: TransformerShape, devices: list[int]) -> tuple[PipelineStage, ...]:
+    """Return stages that each hold their share of the encode and of the decode layers."""
+    return tuple(
+        PipelineStage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
+        for num, encode, decode in zip(
+            devices,
+            shared_out(model.num_encode_layers, devices),
+            shared_out(model.num_decode_layers, devices),
+            strict=True,
+        )
+    )

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
-from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Numbers
+from jaxserve.planning.schedules.layer_cost import Deployment, LayerCost, LayerPhase, Numbers
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
@@ -27,7 +27,7 @@ _KV_UNITS = 2.0
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MeasuredCost:
+class MeasuredCost(LayerCost):
     """A `LayerCost` of a whole model, as one layer on one device, from `StepTimes`.
 
     Sums over attention and the rest rise as `LayerCost` requires, except where an encode phase
@@ -60,14 +60,6 @@ class MeasuredCost:
     num_decodes: Numbers
     most_decodes: Numbers | None = None
 
-    @property
-    def batching_pays(self) -> bool:
-        return False
-
-    @property
-    def launch_s(self) -> float:
-        return 0.0
-
     def attention_s(
         self, phase: LayerPhase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
@@ -87,22 +79,6 @@ class MeasuredCost:
             return self._encode_s(np.asarray(num_tokens, np.float64))
         shares = self._window_shares(num_tokens)
         return self._iteration_s(shares, 0.0) + self._loops_a_decode * self._loop_s(shares)
-
-    def sync_s(self, phase: LayerPhase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return np.zeros(np.shape(num_tokens))
-
-    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return np.zeros(np.shape(num_tokens))
-
-    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        # Sampling is part of the measured steps.
-        return np.zeros(np.broadcast(num_tokens, degree).shape)
-
-    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
-        return np.zeros(np.shape(num_tokens))
-
-    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
-        return np.zeros(np.shape(num_tokens))
 
     @property
     def _config(self) -> EngineConfig:

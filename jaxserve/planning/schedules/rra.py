@@ -15,7 +15,7 @@ from jaxserve.planning.schedules.layer_cost import (
     LayerPhase,
     Pipeline,
     layouts_of,
-    shared_out,
+    stages_of,
 )
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.schedule import (
@@ -23,7 +23,6 @@ from jaxserve.planning.schedules.schedule import (
     Best,
     Estimates,
     ParallelLayout,
-    PipelineStage,
     Points,
     Schedule,
 )
@@ -325,13 +324,7 @@ class RRATimeline:
         self._classes = [(num - model.is_decoder_only, bound_s) for num, bound_s in classes]
         self.phases = phases or DecodePhases.of(lengths.inputs.mean, self._iterations)
         self.layouts = tuple(layouts or layouts_of((AllocationPolicy.RRA,), cluster))
-        self._pipelines = Pipeline.of(
-            np.full(len(self.layouts), cluster.num_devices),
-            np.array([layout.num_sharded_devices for layout in self.layouts]),
-            np.array([layout.degree for layout in self.layouts]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
-        )
+        self._pipelines = Pipeline.of_layouts(self.layouts, cluster)
         self.max_control = max(1, self._iterations.max_length)
         self.max_encode_batch = self._largest_batch()
 
@@ -368,10 +361,7 @@ class RRATimeline:
         ]
 
     def boxes(self) -> Boxes:
-        layouts = np.arange(len(self.layouts))
-        ones = np.ones_like(layouts)
-        high = Points(layouts, ones * self.max_encode_batch, ones * self.max_control)
-        return Boxes(Points(layouts, ones, ones), high)
+        return Boxes.whole(len(self.layouts), self.max_encode_batch, self.max_control)
 
     def bound(self, boxes: Boxes) -> Best:
         """Bound boxes by their smallest batches and fewest rounds.
@@ -430,15 +420,7 @@ class RRATimeline:
             decode_batch=float(self.estimate(point).decode_batch[0]),
             num_decodes=int(point.control[0]),
             num_micro_batches=len(devices),
-            stages=tuple(
-                PipelineStage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
-                for num, encode, decode in zip(
-                    devices,
-                    shared_out(model.num_encode_layers, devices),
-                    shared_out(model.num_decode_layers, devices),
-                    strict=True,
-                )
-            ),
+            stages=stages_of(model, devices),
         )
 
     def _parts(self, points: Points) -> RoundParts:
