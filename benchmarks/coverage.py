@@ -78,6 +78,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "glm4_moe_lite"), dict(num_key_value_heads=6, head_dim=8)),
     "deepseek_v3": dict(num_key_value_heads=6, head_dim=8, n_group=2, topk_group=1),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "dots1": dict(n_shared_experts=1),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "helium": dict(head_dim=8),
