@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.core.request import Request
-from jaxserve.engine.answers import Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier

@@ -22,10 +22,10 @@ from jaxserve.execution.compatibility import (
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
-from jaxserve.execution.executor import ModelExecutor
 from jaxserve.execution.group import Processes, allocate_host_pages, check_alike, in_group
 from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize, StepBytes, leaves_room, plan_resize
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.weights import check_dtype

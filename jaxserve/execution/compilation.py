@@ -11,7 +11,7 @@ import jax
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
-from jaxserve.execution.executor import ModelExecutor
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of, this_installation
 from jaxserve.steps.preparation import Preparation
 

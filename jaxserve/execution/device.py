@@ -14,7 +14,7 @@ from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
+from jaxserve.execution.model_executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,

@@ -29,7 +29,8 @@ from jaxserve.core.errors import (
 )
 from jaxserve.execution.couriers import Arrived, Awaited, Courier, Outcome, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.executor import CompilationCounter, ModelExecutor, StepHandle, SubmittedStep
+from jaxserve.execution.executor import StepHandle
+from jaxserve.execution.model_executor import CompilationCounter, ModelExecutor, SubmittedStep
 from jaxserve.execution.pages import DevicePages
 from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.manager import SwapCosts

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.executor import ModelExecutor, StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.execution.link import Link, Parcel
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
 from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult, nothing_computed

@@ -18,7 +18,7 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
+from jaxserve.execution.model_executor import ModelExecutor, PooledPart, PromptPart, SubmittedStep
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,

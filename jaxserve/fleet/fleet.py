@@ -24,9 +24,10 @@ from jaxserve.core.errors import InvalidConfigError, UnknownAdapterError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, check_id, deadline_at, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece, PieceSink, Weights
+from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.weights import check_usable
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray, sent_params

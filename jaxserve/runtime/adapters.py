@@ -17,7 +17,7 @@ from jaxserve.core.errors import EngineBusyError, InvalidConfigError, UnknownAda
 from jaxserve.core.request import AdapterSlot
 from jaxserve.engine.answers import Answer
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.executor import ModelExecutor
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.adapter_source import AdapterSource
 from jaxserve.runtime.replicas import Replicas

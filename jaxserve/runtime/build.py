@@ -27,10 +27,10 @@ from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
 from jaxserve.execution.compatibility import check_adapters, check_adapters_fit, check_quantised
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.executor import ModelExecutor
 from jaxserve.execution.group import Processes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes, served_context
 from jaxserve.execution.weights import sharded

@@ -11,8 +11,8 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError, InvalidParamsError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.answers import Weights
 from jaxserve.engine.device_loop import Running
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.weights import check_stored, check_usable

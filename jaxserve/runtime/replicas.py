@@ -29,8 +29,9 @@ from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.loop import EngineLoop, engine_loop
 from jaxserve.engine.recorder import RequestLog
 from jaxserve.execution.compilation import warm_up
-from jaxserve.execution.executor import GroupRole, ModelExecutor
+from jaxserve.execution.executor import GroupRole
 from jaxserve.execution.memory_plan import PoolSize
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.report import Report

@@ -22,7 +22,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
-from jaxserve.execution.executor import ModelExecutor
+from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import GroupTimes, StepTimes

@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 
 from jaxserve.core.errors import EngineFailedError, InvalidConfigError, InvalidParamsError
-from jaxserve.engine.answers import Weights
 from jaxserve.engine.device_loop import Running
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.replicas import Replica
 

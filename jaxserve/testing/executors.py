@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import numpy as np
 
-from jaxserve.execution.executor import ModelExecutor, StepHandle
+from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
+
+if TYPE_CHECKING:
+    from jaxserve.execution.model_executor import ModelExecutor
 
 _Wrapped = TypeVar("_Wrapped")
 

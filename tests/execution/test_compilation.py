@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.execution.executor import CompilationCounter
+from jaxserve.execution.model_executor import CompilationCounter
 
 pytestmark = pytest.mark.fast
 
