@@ -47,11 +47,15 @@ class ConvertedModel:
     file that it was made from (path, size, modification time) and while all its files have their
     sizes. A damaged entry is a miss, with a warning, and the next `save` overwrites it. `save`
     removes the entries of files that no longer exist.
+
+    Make it before the file is read: a file that changes afterwards is another one.
     """
 
     def __init__(self, name: str, source: Path, variant: str):
-        self._source = source.resolve()
-        key = hashlib.sha256(str(self._source).encode()).hexdigest()[:12]
+        source = source.resolve()
+        about = source.stat()
+        self._made_from = [FORMAT_VERSION, str(source), about.st_size, about.st_mtime_ns]
+        key = hashlib.sha256(str(source).encode()).hexdigest()[:12]
         self.folder = cache_folder() / "converted" / f"{name}-{variant}-{key}"
 
     def read_header(self) -> Header | None:
@@ -66,7 +70,7 @@ class ConvertedModel:
             return None
         try:
             entry = json.loads((self.folder / "entry.json").read_text(encoding="utf-8"))
-            if entry["made_from"] != self._identity():
+            if entry["made_from"] != self._made_from:
                 return None
             if entry["files"] != _sizes(self.folder):
                 raise ValueError("files are missing or cut off")
@@ -160,7 +164,7 @@ class ConvertedModel:
                 bits = np.asarray(array).view(f"u{array.dtype.itemsize}")
                 np.save(aside / "params" / f"{name}.npy", bits)
             tokenizer.save(aside)
-            entry = {"made_from": self._identity(), "config": dict(config), "files": _sizes(aside)}
+            entry = {"made_from": self._made_from, "config": dict(config), "files": _sizes(aside)}
             (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
             # A complete entry is recognised by its sizes alone, so its bytes must be on the disk
             # before its name.
@@ -171,10 +175,6 @@ class ConvertedModel:
             _sync(self.folder.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-
-    def _identity(self) -> list[Any]:
-        about = self._source.stat()
-        return [FORMAT_VERSION, str(self._source), about.st_size, about.st_mtime_ns]
 
     def _warn_damaged(self, error: Exception) -> None:
         _log.warning(

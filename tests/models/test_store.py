@@ -94,6 +94,17 @@ def test_a_changed_file_is_converted_again(path, cache):
     assert len(_entries(cache)) == 1
 
 
+def test_a_file_that_changes_before_its_converted_form_is_written_is_converted_again(path, cache):
+    """The entry is that of the file that was read, however late it is written."""
+    kept = converted.ConvertedModel("tiny", path, "float32-unrolled")
+    first = _load(path, cache=False)
+    assert first.tokenizer is not None
+    write_gguf(path, tokenizer=TOKENIZER, tied=True, seed=1)
+    kept.save(GGUFSource(path).config, first.tokenizer, first.params)
+    assert len(_entries(cache)) == 1
+    assert converted.ConvertedModel("tiny", path, "float32-unrolled").read_header() is None
+
+
 def test_dtype_and_layout_have_entries_of_their_own(path, cache):
     """Variants of one file have separate entries."""
     _load(path)

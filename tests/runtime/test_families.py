@@ -80,12 +80,13 @@ def test_in_mixed_batches(checkpoint):
 
 
 def test_after_preemption(checkpoint):
-    """With too few pages, sequences are preempted."""
+    """With too few pages, sequences are preempted; a model without pages takes no such size."""
     with Runtime.from_pretrained(checkpoint.folder, **OPTIONS) as rt:
-        stats, config = rt.stats(), rt.config
-        if not stats.pool_bytes:
-            pytest.skip("the model has no pages")
-        page_bytes = stats.pool_bytes // config.num_pages
+        page_bytes = rt.stats().pool_bytes // rt.config.num_pages
+    if not page_bytes:
+        with pytest.raises(InvalidConfigError, match="kv_memory"):
+            Runtime.from_pretrained(checkpoint.folder, **OPTIONS, kv_memory="1MiB")
+        return
     few = dict(policy="vllm_like", kv_memory=14 * page_bytes)
     with Runtime.from_pretrained(checkpoint.folder, **OPTIONS | few) as rt:
         answers = [list(answer.token_ids) for answer in rt.generate(PROMPTS * 2, PARAMS)]

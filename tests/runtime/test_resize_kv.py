@@ -50,7 +50,7 @@ def _cache_bytes() -> int:
 
 
 def _until_cache_bytes(wanted: int) -> None:
-    """Wait until the pages on all devices have so many bytes."""
+    """Wait until the pages on all devices have the wanted number of bytes."""
     end_s = time.monotonic() + 20
     while (given := _cache_bytes()) != wanted:
         assert time.monotonic() < end_s, f"{given:,} bytes of pages, and not {wanted:,}"

@@ -61,7 +61,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
-    """Return a plain connection to a server, which holds so many bytes that were not read."""
+    """Return a plain connection to a server; `receive_buffer` bytes may wait to be read."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.socket()
     if receive_buffer is not None:

@@ -23,7 +23,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 async def _ask(url: str, sent: bytes, num_bytes: int | None = None) -> str:
-    """Return the answer on a connection of its own, or leave after so many bytes."""
+    """Return the answer on a connection of its own, or leave after `num_bytes`."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
