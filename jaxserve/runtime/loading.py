@@ -117,6 +117,9 @@ def _begin_to_load(
                     is_quantised=options.quantize not in (None, "bf16"),
                     has_adapters=options.max_adapters > 0,
                 )
+        except RuntimeError as error:  # the process ends, because the model was refused
+            if "shutdown" not in str(error):
+                raise
         finally:
             if is_expected:
                 store.load_expected([jax.devices()[0]])

@@ -57,7 +57,7 @@ def test_qwen_windows_start_at_max_window_layers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(model_type="rwkv"), "nearest is .* supported are"),
+        (dict(model_type="rwkv"), r"nearest of the \d+ that are is .* docs/models.md lists them"),
         (dict(hidden_act="gelu"), "only 'silu' and 'swish'"),
         (dict(vocab_size=None), "lacks"),
         (dict(num_hidden_layers=20_000), "num_hidden_layers=20000 .* 1 to 1024"),

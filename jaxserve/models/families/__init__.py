@@ -65,10 +65,11 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
         kind = str(given.get("model_type"))
     if kind not in FAMILIES:
         nearest, unread = nearest_family(given)
+        lacking = f"does not read {', '.join(unread)}" if unread else "computes something else"
         raise UnsupportedModelError(
-            f"model_type={kind!r}{_classes(given)} is not supported; the nearest is {nearest!r}, "
-            f"which lacks {', '.join(unread) or 'its formulas, but has its fields'}; supported are "
-            f"{tuple(FAMILIES)}, and the text of {tuple(WRAPPERS)}; docs/models.md names models"
+            f"model_type={kind!r}{_classes(given)} is not supported; the nearest of the "
+            f"{len(FAMILIES) + len(WRAPPERS)} that are is {nearest!r}, which {lacking}; "
+            "docs/models.md lists them"
         )
     check_sizes(given)
     config = FAMILIES[kind].config.from_hf(given)
