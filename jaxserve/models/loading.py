@@ -96,7 +96,7 @@ def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
 def is_bare(source: WeightSource, config: DecoderConfig) -> bool:
     """Return whether a checkpoint is of the model without any head, by the names of its tensors."""
     names = [re.sub(_ANYWHERE, "", name) for name in source.shapes()]
-    return not any(name.startswith((family_of(config).prefix, *_HEADS)) for name in names)
+    return not any(name.startswith((prefix_of(config), *_HEADS)) for name in names)
 
 
 def fitted(config: DecoderConfig, source: WeightSource) -> DecoderConfig:

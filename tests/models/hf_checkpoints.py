@@ -304,6 +304,7 @@ _OTHERS = {
             query_pre_attn_scalar=24,
             attn_logit_softcapping=5.0,
             final_logit_softcapping=3.0,
+            tie_word_embeddings=False,  # with its head tied, it would repeat a token
         ),
         {},
     ),

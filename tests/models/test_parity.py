@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.loading import is_bare
+from jaxserve.models.safetensors_source import SafetensorsSource
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import (
     MAIN,
@@ -29,6 +34,8 @@ def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, folder)
+    config = config_from_hf(json.loads((folder / "config.json").read_text()))
+    assert not is_bare(SafetensorsSource(folder), config), "it is taken for a model without a head"
     return folder, torch_logits(model, PROMPT)
 
 
