@@ -315,6 +315,7 @@ _OTHERS = {
             **_WINDOWS,
             head_dim=16,
             query_pre_attn_scalar=24,
+            tie_word_embeddings=False,
             rope_parameters=dict(
                 full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                 sliding_attention=dict(rope_type="default", rope_theta=1e4),
