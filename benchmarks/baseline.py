@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.common import processes
 from benchmarks.common.environment import ROOT
-from benchmarks.common.harness import Benchmark, option, print_table
+from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.repeats import Figures, in_turns, ratio, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
 
@@ -87,9 +87,7 @@ MEASUREMENTS = {
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if not (options.checkout / "jaxserve").is_dir():
         raise InvalidConfigError(f"{options.checkout} has no jaxserve; give a checkout")
-    names = options.only.split(",") if options.only else list(MEASUREMENTS)
-    if unknown := set(names) - set(MEASUREMENTS):
-        raise InvalidConfigError(f"--only {sorted(unknown)}: there are {list(MEASUREMENTS)}")
+    names = some_of(options.only or ",".join(MEASUREMENTS), "--only", MEASUREMENTS)
     checkouts = {HERE: ROOT, OTHER: options.checkout.resolve()}
     found: dict[str, dict[str, list[Figures]]] = {}
     turns = [(name, *turn) for turn in in_turns(list(checkouts), options.repeats) for name in names]
@@ -122,29 +120,12 @@ def _measure(measurement: Measurement, checkout: Path) -> Figures:
     return measurement.figures(json.loads(output.splitlines()[-1]))
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        [
-            {"name": name, "figure": figure, "ratio": own, **both}
-            for name, both in result["measurements"].items()
-            for figure, own in both["ratios"].items()
-        ],
-        ("measurement", "{name}"),
-        ("figure", "{figure}"),
-        ("here", lambda row: f"{row[HERE][row['figure']]:.4g}"),
-        ("against", lambda row: f"{row[OTHER][row['figure']]:.4g}"),
-        ("ratio", "{ratio[median]:.3f}"),
-        ("range", "{ratio[range][0]:.3f} to {ratio[range][1]:.3f}"),
-    )
-
-
 OPTIONS = (
     option("checkout", None, "folder of the other checkout", Path, nargs=None),
     option("--only", None, f"some of {','.join(MEASUREMENTS)}"),
     repeats("checkout"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "baseline", show=_print_table)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "baseline")
 
 
 if __name__ == "__main__":

@@ -322,8 +322,7 @@ def is_whole(result: dict[str, Any]) -> bool:
 
 
 OPTIONS = (option("--only", [], "model types; all by default", nargs="+", metavar="NAME"),)
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "coverage", is_whole=is_whole)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "coverage", is_whole=is_whole)
 
 
 if __name__ == "__main__":

@@ -134,8 +134,7 @@ OPTIONS = (
     option("--seed", 0, "of weights and texts"),
     repeats("way"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "embeddings")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "embeddings")
 
 
 if __name__ == "__main__":

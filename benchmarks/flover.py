@@ -226,8 +226,7 @@ OPTIONS = (
     repeats("policy"),
     *policy_options(REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=None),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "flover")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "flover")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,7 @@ OPTIONS = (
     repeats("policy at every rate"),
     *policy_options("fastertransformer,orca,vllm_like"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "online")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "online")
 
 
 if __name__ == "__main__":

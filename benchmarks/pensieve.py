@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.common import sweep
 from benchmarks.common.counters import average_batch, counters_of
-from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
@@ -310,13 +310,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def panels_of(options: argparse.Namespace) -> list[Panel]:
-    wanted = options.figures.split(",")
     known = sorted({panel.figure for panel in PANELS})
-    if not set(wanted) <= set(known):
-        raise InvalidConfigError(
-            f"--figures {options.figures!r} is not understood; give some of {', '.join(known)}, "
-            "separated by commas"
-        )
+    wanted = some_of(options.figures, "--figures", known)
     return [panel for panel in PANELS if panel.figure in wanted]
 
 
@@ -331,8 +326,7 @@ OPTIONS = (
     option("--model", "smollm2-135m", "the model whose tokenizer counts"),
     option("--seed", 0, "of the draw, the arrivals and the reactions"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "pensieve")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "pensieve")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.harness import Benchmark, option, some_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import QUANTIZE
 
@@ -102,9 +102,7 @@ def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: floa
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    formats = options.formats.split(",")
-    if unknown := [each for each in formats if each not in FORMATS]:
-        raise InvalidConfigError(f"formats {unknown} are unknown; give some of {FORMATS}")
+    formats = some_of(options.formats, "--formats", FORMATS)
     reference = _load(options, None)
     if reference.tokenizer is None:
         raise InvalidConfigError(f"{options.model} has no tokenizer; give a model with one")
@@ -222,8 +220,7 @@ OPTIONS = (
     option("--seed", 0, "of the draw"),
     option("--path", None, "a ShareGPT file, if not the published one", Path),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "quality")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "quality")
 
 
 if __name__ == "__main__":

@@ -115,8 +115,7 @@ OPTIONS = (
     option("--seed", 0, "of prompts and arrivals"),
     repeats("fleet"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "roles")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "roles")
 
 
 if __name__ == "__main__":

@@ -255,8 +255,7 @@ OPTIONS = (
     option("--model", "smollm2-135m", "the model whose tokenizer counts"),
     option("--seed", 0, "of the draw, the arrivals and the imitation"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "s3")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "s3")
 
 
 if __name__ == "__main__":

@@ -282,8 +282,7 @@ OPTIONS = (
     option("--policy", "auto", "scheduling preset"),
     option("--host-devices", 8, "devices to make of the processor if there is no GPU"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "sharding")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "sharding")
 
 
 if __name__ == "__main__":

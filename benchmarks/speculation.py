@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import workloads
-from benchmarks.common.harness import Benchmark, option, whole_numbers
+from benchmarks.common.harness import Benchmark, nothing_failed, option, some_of, whole_numbers
 from benchmarks.common.policies import parse_policies, policy_options
 from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, answered
-from benchmarks.offline.peers.compare import Peer, any_failed, named
+from benchmarks.offline.peers.compare import Peer, named
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.lookup import HostLookup
@@ -113,8 +113,8 @@ _PEERS = ("llamacpp", "vllm")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    kinds = _kinds("--kinds", options.kinds, KINDS)
-    compared_kinds = _kinds("--compare-kinds", options.compare_kinds or options.kinds, kinds)
+    kinds = some_of(options.kinds, "--kinds", KINDS)
+    compared_kinds = some_of(options.compare_kinds or options.kinds, "--compare-kinds", kinds)
     counts = whole_numbers(options.requests, "--requests")
     options.num_requests = max(counts)
     peers = _peers(options)
@@ -140,13 +140,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
     compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
     return {"cases": cases, "peers": compared}
-
-
-def _kinds(option: str, given: str, allowed: Sequence[str]) -> list[str]:
-    kinds = given.split(",")
-    if unknown := sorted(set(kinds) - set(allowed)):
-        raise InvalidConfigError(f"{option} has {unknown}; pass some of {','.join(allowed)}")
-    return kinds
 
 
 def _case(
@@ -225,11 +218,8 @@ def _compared(
 
 def _is_whole(result: dict[str, Any]) -> bool:
     cases = result["cases"]
-    if any(any_failed(comparison) for comparison in result["peers"].values()):
-        return False
     is_same = all(case["num_same_answers"] == case["num_answers"] for case in cases)
-    ways = [(case, way) for case in cases for way in (_WITHOUT, *case["is_faster_by"])]
-    return is_same and not any(case[way]["num_failed"] for case, way in ways)
+    return is_same and nothing_failed(result)
 
 
 OPTIONS = (
@@ -242,8 +232,7 @@ OPTIONS = (
     option("--compare", None, f"engines to run beside it, which look up: {', '.join(_PEERS)}"),
     option("--compare-kinds", None, "the kinds that they answer; all by default, 20 minutes each"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "speculation", is_whole=_is_whole)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "speculation", is_whole=_is_whole)
 
 
 if __name__ == "__main__":

@@ -100,18 +100,13 @@ def _played(
     return figures, [len(answer.token_ids) for answer in answers]
 
 
-def _is_whole(result: dict[str, Any]) -> bool:
-    return not result["with"]["num_failed"] and not result["without"]["num_failed"]
-
-
 OPTIONS = (
     *workloads.options(),
     option("--temperature", 1.0, "of both ways; 0 is greedy"),
     repeats("way"),
     *policy_options("auto"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "structured", is_whole=_is_whole)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "structured")
 
 
 if __name__ == "__main__":

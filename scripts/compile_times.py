@@ -190,8 +190,7 @@ OPTIONS = (
     option("--first", False, "only what a request that runs alone waits for"),
     option("--ways", ",".join(WAYS), "which to measure, separated by commas"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "compile_times")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "compile_times")
 
 
 if __name__ == "__main__":

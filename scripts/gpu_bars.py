@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
+from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.harness import show
 from benchmarks.decode.step_time import H100, counted, predict
 
 Verdict = Literal["met", "not met", "not measured", "no bar"]
@@ -81,7 +81,9 @@ def print_table(lines: Iterable[Mapping[str, str]]) -> None:
     for line in lines:
         verdict = line["verdict"]
         table.add_row(line["what"], line["wanted"], line["found"], verdict, style=styles[verdict])
-    show(table)
+    console = Console(stderr=True)
+    console.width = max(console.width, 120)  # also without a terminal
+    console.print(table)
 
 
 def _rows(parts: Parts, name: str, kind: str) -> list[Row]:

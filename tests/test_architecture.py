@@ -88,7 +88,6 @@ MAY_REACH = {
 }
 _RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {
-    "tests/benchmarks/decode/test_choices.py _print_table": "a table for the eye, without a run",
     "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",

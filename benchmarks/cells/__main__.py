@@ -25,7 +25,7 @@ from benchmarks.cells.applications import (
 )
 from benchmarks.cells.contenders import ThesisCost, products
 from benchmarks.cells.peers.options import OPTIONS as PEER_OPTIONS
-from benchmarks.cells.peers.options import any_failed, peers_of, run_peers
+from benchmarks.cells.peers.options import peers_of, run_peers
 from benchmarks.cells.playing import compared, is_saturated, serve, simulate, warm
 from benchmarks.common.harness import Benchmark, Record, numbers, option
 from benchmarks.common.repeats import in_turns, repeats, summary
@@ -78,10 +78,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     record.result["compared"] = _comparisons(record.result["points"])
     record.save()
     return record.result
-
-
-def _is_whole(result: dict[str, Any]) -> bool:
-    return not result["failed"] and not any_failed(result.get("compare"))
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -304,8 +300,7 @@ OPTIONS = (
     repeats("policy on the device"),
     *PEER_OPTIONS,
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, is_whole=_is_whole, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "cells", has_budget=True)
 
 
 if __name__ == "__main__":

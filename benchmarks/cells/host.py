@@ -199,8 +199,7 @@ OPTIONS = (
     option("--seed", 0, "of lengths, trees and tokens"),
     repeats("application"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "cells_host", has_budget=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-
 from benchmarks.common import environment
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
@@ -49,15 +46,22 @@ def option(
     return flag, {"default": default, "help": text, "type": parse, **more}
 
 
-def add_all(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add the options to a parser."""
-    for flag, settings in options:
-        parser.add_argument(flag, **settings)
+# Parts of a `summary` that are figures of single runs.
+_OF_RUNS = ("runs", "range")
 
 
-def nothing_failed(result: dict[str, Any]) -> bool:
-    """Return whether a result lists no failures; a result without such a list has none."""
-    return not result.get("failed")
+def nothing_failed(result: Any) -> bool:
+    """Return whether no part of a result lists failures (`failed`, `num_failed`, an `error`).
+
+    Single runs are not searched: their medians are.
+    """
+    if isinstance(result, list):
+        return all(map(nothing_failed, result))
+    if not isinstance(result, dict):
+        return True
+    if result.get("failed") or result.get("num_failed") or isinstance(result.get("error"), str):
+        return False
+    return all(nothing_failed(value) for name, value in result.items() if name not in _OF_RUNS)
 
 
 _OUTPUT = option("--output", None, "also write the object here", Path)
@@ -67,25 +71,22 @@ _BUDGET = option("--budget", None, "seconds after which no measurement begins", 
 @final
 @dataclass(frozen=True)
 class Benchmark:
-    """A command: `python -m MODULE`.
+    """A command: `python -m MODULE`; a call runs it.
 
     Attributes:
       about: the docstring of its module, which names it: "What it is: `python -m MODULE`. ...".
       run: measures, and returns the figures. The result, which is printed as one JSON object, also
         has the kind, the arguments, and the facts of `environment.describe`.
       options: those of the command. Every benchmark also has `--output`.
-      kind: the `benchmark` of the result, by which `benchmarks.figures` chooses its table; None if
-        `run` returns the whole result.
-      show: prints a table of the result on stderr; by default that of its kind.
+      kind: the `benchmark` of the result, by which `benchmarks.figures` chooses its table.
       is_whole: whether the exit code of a result is 0.
-      has_budget: whether it fills a `Record`, and so has `--budget`.
+      has_budget: whether it fills a `Record`, which is the whole result, and so has `--budget`.
     """
 
     about: str | None
     run: Run
-    options: Iterable[Option] | Callable[[argparse.ArgumentParser], None]
-    kind: str | None = None
-    show: Callable[[dict[str, Any]], None] | None = None
+    options: Iterable[Option]
+    kind: str
     is_whole: Callable[[dict[str, Any]], bool] = nothing_failed
     has_budget: bool = False
 
@@ -98,14 +99,12 @@ class Benchmark:
             "stderr; docs/benchmarks.md says where each figure is described.",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        add_all(parser, (_BUDGET, _OUTPUT) if self.has_budget else (_OUTPUT,))
-        if callable(self.options):
-            self.options(parser)
-        else:
-            add_all(parser, self.options)
+        always = (_BUDGET, _OUTPUT) if self.has_budget else (_OUTPUT,)
+        for flag, settings in (*always, *self.options):
+            parser.add_argument(flag, **settings)
         return parser
 
-    def main(self, arguments: list[str] | None = None) -> int:
+    def __call__(self, arguments: list[str] | None = None) -> int:
         """Run, print and write the result.
 
         Returns:
@@ -119,15 +118,14 @@ class Benchmark:
         except JaxserveError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
-        if self.kind is not None:
+        if not self.has_budget:
             result = whole_result(self.kind, options, result)
-        emit(result, options.output)
-        if self.show is not None:
-            self.show(result)
-        else:
-            from benchmarks.figures.tables import show_result
+        print(json.dumps(result))
+        if options.output is not None:
+            write_whole(options.output, result)
+        from benchmarks.figures.tables import show_result
 
-            show_result(result)
+        show_result(result)
         return 0 if self.is_whole(result) else 1
 
 
@@ -166,72 +164,48 @@ def without_folder(value: Any) -> Any:
     return f"{kind}{colon}{Path(file).name}" if file.startswith(("/", "~", ".")) else value
 
 
-def numbers(text: str, option: str) -> list[float]:
+N = TypeVar("N", int, float)
+
+
+def numbers(text: str, option: str, kind: type[N] = float) -> list[N]:
     """Return an option's finite numbers above 0, separated by commas.
 
     Raises:
       InvalidConfigError: the text has anything else.
     """
-    return _numbers(text, option, float, "numbers above 0, such as 0.5,1,2")
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each < float("inf") for each in found):
+        what = "whole numbers above 0, as 1,32" if kind is int else "numbers above 0, as 0.5,1,2"
+        raise InvalidConfigError(f"{option} {text!r}: pass {what}")
+    return found
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
     """Return the same if all of them are whole."""
-    return _numbers(text, option, int, "whole numbers above 0, such as 1,32")
+    return numbers(text, option, int)
 
 
-N = TypeVar("N", int, float)
+def some_of(text: str, option: str, known: Iterable[str]) -> list[str]:
+    """Return an option's names, separated by commas.
 
-
-def _numbers(text: str, option: str, parse: type[N], what: str) -> list[N]:
-    try:
-        found = [parse(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < each < float("inf") for each in found):
-        raise InvalidConfigError(f"{option} {text!r}: pass {what}")
-    return found
+    Raises:
+      InvalidConfigError: a name is not known.
+    """
+    names, known = text.split(","), list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidConfigError(
+            f"{option} {text!r}: {unknown} are unknown; pass some of {','.join(known)}"
+        )
+    return names
 
 
 def of_options(kind: type[T], options: argparse.Namespace, **given: Any) -> T:
     """Return a dataclass whose fields are the options of their names, except those given."""
     names = vars(kind)["__dataclass_fields__"].keys() & vars(options).keys()
     return kind(**{name: getattr(options, name) for name in names} | given)
-
-
-def show(table: RenderableType) -> None:
-    """Print a table or a text on stderr, at least 120 columns wide also without a terminal."""
-    console = Console(stderr=True)
-    console.width = max(console.width, 120)
-    console.print(table)
-
-
-def print_table(
-    rows: Iterable[Mapping[str, Any]],
-    *columns: tuple[str, str | Callable[[Any], str]],
-    title: str | None = None,
-) -> None:
-    """Print a row for each mapping on stderr.
-
-    Args:
-      columns: headings, and the cells under them: a text with fields of the row, such as
-        "{latency_s[p50]:.1f}", or a function of the row.
-    """
-    table = Table(*(name for name, _ in columns), title=title, box=None, header_style="bold")
-    for row in rows:
-        cells = (
-            cell.format_map(row) if isinstance(cell, str) else cell(row) for _, cell in columns
-        )
-        table.add_row(*cells)
-    show(table)
-
-
-def emit(result: dict[str, Any], path: Path | None) -> None:
-    """Print the result on one line; write it indented to `path` if one is given."""
-    print(json.dumps(result))
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 # Characters of an error's text; compilers print pages.

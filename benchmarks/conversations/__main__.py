@@ -159,8 +159,7 @@ OPTIONS = (
     repeats("policy at every rate (once if simulated)"),
     *policy_options(DEFAULT),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "conversations")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "conversations")
 
 
 if __name__ == "__main__":

@@ -231,8 +231,7 @@ OPTIONS = (
     repeats("way", 5),
     option("--kv-memory", None, 'size of the page pool, e.g. "1GiB"'),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "restore", has_budget=True)
 
 
 if __name__ == "__main__":

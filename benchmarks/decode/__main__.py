@@ -15,15 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from benchmarks.decode.batches import (
-    if_it_fits,
-    measure_batch,
-    measure_prefill,
-    step_ms_of,
-    trace_batch,
-)
+from benchmarks.decode.batches import measure_batch, measure_prefill, trace_batch
 from jaxserve.core.errors import InvalidConfigError
 
 # Tokens of the answers in a trace, which has every kernel of every step.
@@ -113,26 +107,6 @@ def _prefills_from(text: str) -> list[tuple[int, int]]:
         ) from None
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        result["batches"],
-        ("batch", "{batch_size}"),
-        ("ms a step", step_ms_of),
-        ("tokens/s", if_it_fits("{decode_tokens_per_s:,.0f}")),
-        ("of bound", if_it_fits("{of_bound:.0%}")),
-        ("host gap", if_it_fits("{host_gap_share:.1%}")),
-        ("tokens/s with prompts", if_it_fits("{output_tokens_per_s:,.0f}")),
-        title="{model}, {precision}, KV in {kv_dtype}".format_map(result),
-    )
-    prompts = (
-        "{prompts} prompts of {prompt_tokens}: {tokens_per_s:,.0f} tokens/s, {of_bound:.0%} of "
-    )
-    for row in result["prefill"]:
-        print(f"{prompts}the bound".format_map(row), file=sys.stderr)
-    for row in result.get("traces", ()):
-        print("batch {batch_size}: device idle {idle_share:.1%}".format_map(row), file=sys.stderr)
-
-
 OPTIONS = (
     option("--model", "llama-3-8b", f"{', '.join(SHAPES)}, or a name, folder or GGUF"),
     option("--dtype", None, "of weights and cache; the platform's by default"),
@@ -144,8 +118,7 @@ OPTIONS = (
     option("--prefill", "", "COUNTxTOKENS of prompts that get one token, such as 8x4096"),
     option("--trace", "", "batches whose idle time on a GPU is read off a trace"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "decode", has_budget=True)
 
 
 if __name__ == "__main__":

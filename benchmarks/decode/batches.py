@@ -199,13 +199,3 @@ def summarise(events: list[Event]) -> dict[str, Any]:
             for name, duration_ns in longest
         ],
     }
-
-
-def step_ms_of(figures: Figures) -> str:
-    """Show the milliseconds of a decode step, or why the batch was not measured."""
-    return figures.get("does_not_fit") or f"{figures['decode_step_s'] * 1e3:.3f}"
-
-
-def if_it_fits(template: str) -> Callable[[Figures], str]:
-    """Show fields of the figures of a batch; nothing if it does not fit in memory."""
-    return lambda figures: "" if "does_not_fit" in figures else template.format_map(figures)

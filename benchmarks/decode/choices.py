@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.common import roofline
-from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from benchmarks.decode.batches import if_it_fits, measure_batch, step_ms_of
+from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
@@ -92,18 +92,6 @@ def _measure(
     return {"layout": layout, **measure_batch(rt, size, machine, dtype, **lengths)}
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        result["choices"],
-        ("layers", "{layout}"),
-        ("batch", "{batch_size}"),
-        ("ms a step", step_ms_of),
-        ("of bound", if_it_fits("{of_bound:.0%}")),
-        ("host gap", if_it_fits("{host_gap_share:.1%}")),
-        title="{layers} layers of {model}, flags: {xla_flags}".format_map(result),
-    )
-
-
 OPTIONS = (
     option("--model", "llama-3-8b", "the shape of the model", choices=tuple(SHAPES)),
     option("--layers", 8, "of the model; unrolled layers compile slowly"),
@@ -112,8 +100,7 @@ OPTIONS = (
     option("--prompt-tokens", 128, "of each prompt"),
     option("--output-tokens", 64, "of each answer"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "choices", has_budget=True)
 
 
 if __name__ == "__main__":

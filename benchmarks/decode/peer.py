@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, option, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.offline.peers.transformers_continuous import answer
 
@@ -117,17 +117,6 @@ def _measure(
     }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        result["batches"],
-        ("batch", "{batch_size}"),
-        ("ms a step", lambda row: f"{row['decode_step_s'] * 1e3:.2f}"),
-        ("tokens/s", "{decode_tokens_per_s:,.0f}"),
-        ("tokens/s with prompts", "{output_tokens_per_s:,.0f}"),
-        title="transformers, {model}, {precision}, {attention}".format_map(result),
-    )
-
-
 OPTIONS = (
     option("--model", "llama-3-8b", "the shape of the model", choices=tuple(SHAPES)),
     option("--layers", None, "instead of those of the shape", int),
@@ -137,8 +126,7 @@ OPTIONS = (
     option("--prompt-tokens", 512, "of each prompt"),
     option("--output-tokens", 128, "of each answer"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "decode_peer", has_budget=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -29,25 +28,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 {"batch_size": batch, "context": context, "step_s": own.total_s, **asdict(own)}
             )
     return {
-        "benchmark": "predicted_decode",
         "model": "llama-3-8b",
         "kv_dtype": options.kv_dtype or "bfloat16",
-        "device": asdict(H100),
+        "predicted_device": asdict(H100),
         "rows": rows,
     }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Return the rows in Markdown, in milliseconds."""
-    heads = ("batch", "context", "products", "keys and values", "head", "launches", "step, ms")
-    lines = [f"| {' | '.join((*heads, 'tokens/s'))} |", "|" + "---|" * (len(heads) + 1)]
-    for row in result["rows"]:
-        parts = ("products_s", "keys_and_values_s", "head_s", "launches_s")
-        cells = [f"{row['batch_size']}", f"{row['context']:,}"]
-        cells += [f"{1e3 * row[part]:.2f}" for part in parts]
-        cells += [f"{1e3 * row['step_s']:.2f}", f"{row['batch_size'] / row['step_s']:,.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 OPTIONS = (
@@ -55,14 +40,7 @@ OPTIONS = (
     option("--contexts", ",".join(map(str, CONTEXTS)), "tokens of each sequence"),
     option("--kv-dtype", None, "of the pages", choices=[*filter(None, PAGES)]),
 )
-BENCHMARK = Benchmark(
-    __doc__,
-    run,
-    OPTIONS,
-    show=lambda result: print(table(result), file=sys.stderr),
-    has_budget=True,
-)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "predicted_decode")
 
 
 if __name__ == "__main__":

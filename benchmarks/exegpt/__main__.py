@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, play
@@ -30,7 +30,7 @@ from benchmarks.exegpt.scenarios import (
     figure_7,
     scenarios,
 )
-from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
+from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules import (
     MODELS,
     AllocationPolicy,
@@ -186,13 +186,7 @@ _PLANNED_LEVEL = 0.995
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    models = tuple(options.models.split(","))
-    unknown = [model for model in models if model not in MODELS]
-    if unknown:
-        raise InvalidConfigError(
-            f"--models {options.models!r}: {', '.join(unknown)} is unknown; pass some of "
-            f"{','.join(MODELS)}"
-        )
+    models = tuple(some_of(options.models, "--models", MODELS))
     points, sevenths, cases = [], [], []
     wanted = [*scenarios(models), *figure_7(models)]
     for scenario in tqdm(dict.fromkeys(wanted), desc="exegpt", leave=False, delay=2):
@@ -342,8 +336,7 @@ OPTIONS = (
     option("--models", ",".join(MODELS), "of table 1, separated by commas"),
     option("--seeds", 1, "times that the real scheduler plays every schedule; 0: only estimates"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "exegpt")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "exegpt")
 
 
 if __name__ == "__main__":

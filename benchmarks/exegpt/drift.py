@@ -21,8 +21,7 @@ from typing import Any, final
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, arguments_of, print_table
+from benchmarks.common.harness import Benchmark, numbers, option, some_of
 from benchmarks.exegpt.baselines import StaticBatches
 from benchmarks.exegpt.estimated import SCENARIO, skewed
 from benchmarks.exegpt.scenarios import Scenario
@@ -209,38 +208,20 @@ def measure(setting: Setting, drift: Drift, *, seed: int) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     setting = Setting.of(SCENARIO, options.bound, options.before, options.after)
-    wanted = options.only.split(",")
-    if unknown := sorted(set(wanted) - set(STATISTICS)):
-        raise InvalidConfigError(
-            f"--only {options.only!r}: {', '.join(unknown)} is unknown; pass some of "
-            f"{','.join(STATISTICS)}"
-        )
-    factors = tuple(map(float, options.factors.split(",")))
+    wanted = some_of(options.only, "--only", STATISTICS)
+    factors = numbers(options.factors, "--factors")
     drifts = [
         Drift(name, value)
         for name in wanted
         for value in (SKEWNESSES if name == "skewness" else factors)
     ]
     return {
-        "benchmark": "exegpt_drift",
-        "arguments": arguments_of(options),
         "bound_s": None if math.isinf(setting.bounds.latency_s) else setting.bounds.latency_s,
         "drifts": [
             measure(setting, drift, seed=options.seed)
             for drift in tqdm(drifts, desc="drift", leave=False, delay=2)
         ],
-        **environment.describe(),
     }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--bound", default="30", help="bottom 10, 30 or 70 %% of FasterTransformer, or none")
-    add("--before", type=int, default=1000, help="answers before the drift")
-    add("--after", type=int, default=2000, help="answers from the drift on")
-    add("--only", default=",".join(STATISTICS), help="statistics that change")
-    add("--factors", default=",".join(map(str, FACTORS)), help="of mean and deviation")
-    add("--seed", type=int, default=0)
 
 
 def _drawn(probabilities: np.ndarray, num: int, rng: np.random.Generator) -> list[int]:
@@ -262,25 +243,16 @@ def _schedule(plan: SchedulePlan) -> dict[str, Any]:
     }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print_table(
-        result["drifts"],
-        ("changed", "{changed}"),
-        ("to", "{to:g}"),
-        ("alone /s", "{left_alone[from_drift][answers_per_s]:.2f}"),
-        ("in bound", "{left_alone[from_drift][share_in_bound]:.3f}"),
-        ("adapted /s", "{adapted[from_drift][answers_per_s]:.2f}"),
-        ("in bound", "{adapted[from_drift][share_in_bound]:.3f}"),
-        ("settled /s", "{adapted[settled][answers_per_s]:.2f}"),
-        ("in bound", "{adapted[settled][share_in_bound]:.3f}"),
-        ("anew /s", "{planned_anew[settled][answers_per_s]:.2f}"),
-        ("in bound", "{planned_anew[settled][share_in_bound]:.3f}"),
-        ("plans", lambda row: str(len(row["adapted"]["adopted"]))),
-    )
+OPTIONS = (
+    option("--bound", "30", "bottom 10, 30 or 70 %% of FasterTransformer, or none"),
+    option("--before", 1000, "answers before the drift"),
+    option("--after", 2000, "answers from the drift on"),
+    option("--only", ",".join(STATISTICS), "statistics that change"),
+    option("--factors", ",".join(map(str, FACTORS)), "of mean and deviation"),
+    option("--seed", 0, "of the lengths"),
+)
+main = Benchmark(__doc__, run, OPTIONS, "exegpt_drift")
 
-
-BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
-main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

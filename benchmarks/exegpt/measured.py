@@ -276,8 +276,7 @@ OPTIONS = (
     repeats("schedule, one after another"),
     option("--seed", 0, "of prompts and lengths"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "exegpt_measured", has_budget=True)
 
 
 if __name__ == "__main__":

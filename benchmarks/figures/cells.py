@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from benchmarks.figures.render import (
-    Cell,
-    Table,
-    caption,
-    drawn,
-    each,
-    joined,
-    key,
-    name,
-    show_in,
-)
+from benchmarks.figures.render import Cell, Table, caption, drawn, joined, key, name, show_in
 from benchmarks.figures.results import Place
 
 # Goals: our peak over that of the best baseline, about that of the thesis.
@@ -29,7 +18,7 @@ _OURS = "jaxserve"
 
 HOST = Table(
     what=f"Everything but the device, on one thread (wanted {WANTED_NODES:,} nodes/s)",
-    rows=each("points", ...),
+    rows="points.*",
     columns=(
         ("application", "{application}"),
         ("nodes/s", "{nodes_per_s:@~,.0f}"),
@@ -41,30 +30,29 @@ HOST = Table(
 
 def batching(whole: Place) -> str:
     """Return a row for each policy of each workload, and one for each other system."""
-    hidden, given = whole.get("sizes", "hidden_size"), whole.get("arguments")
     parts = []
     if whole.get("compared"):
-        what = f"Hidden size {hidden}, sentences as in {whole.get('arguments', 'lengths')}"
+        what = "Hidden size {sizes[hidden_size]}, sentences as in {arguments[lengths]}"
         parts += [
-            caption(whole, what),
+            caption(whole, show_in(what, whole)),
             drawn(_GOALS, _with_baseline, whole),
             _lost(whole),
-            drawn(_POLICIES, each("compared", ..., "peaks_per_s", ...), whole),
+            drawn(_POLICIES, "compared.*.peaks_per_s.*", whole),
         ]
     if whole.data.get("compare"):
         folds = "; ours computes products with embeddings when it loads the model"
-        how = "" if given.get("unfolded") else folds
-        what = f"Other systems, hidden size {hidden}, the same requests and weights{how}"
+        how = "" if whole.get("arguments").get("unfolded") else folds
+        what = "Other systems, hidden size {sizes[hidden_size]}, the same requests and weights"
         parts += [
-            caption(whole, what),
-            drawn(_SYSTEMS, each("compare", ...), whole),
-            *_behind(whole.data["compare"]),
+            caption(whole, show_in(what, whole) + how),
+            drawn(_SYSTEMS, "compare.*", whole),
+            *_behind(whole),
         ]
     return joined(*parts)
 
 
-def _with_baseline(whole: Place) -> Iterator[Place]:
-    return (row for row in each("compared", ...)(whole) if row.get("best") is not None)
+def _with_baseline(whole: Place) -> list[Place]:
+    return [row for row in whole.each("compared.*") if row.get("best") is not None]
 
 
 def _against(figure: str, form: str, named: str) -> Cell:
@@ -99,7 +87,7 @@ def _lost(whole: Place) -> str:
     """Return where our peak is behind a baseline or the target; "" for nowhere."""
     found = []
     for row in _with_baseline(whole):
-        best, place = row.get("best"), f"{row.get('application')} ({row.get('how')})"
+        best, place = row.get("best"), show_in("{application} ({how})", row)
         over, wanted = row.number("peak_over", best), WANTED.get(row.get("application"))
         if over < 1:
             found.append(f"{place}: {over:.2f} of {name(best)}")
@@ -122,18 +110,15 @@ def _at_moderate_load(cell: str) -> Cell:
     """Show a figure of the policy's point with the highest rate of at most half of its peak."""
 
     def moderate(row: Place) -> str:
-        entry = row.above(2)
-        wanted = entry.get("application"), entry.get("how"), row.at[3]
+        wanted = *(row.above(2).get(field) for field in ("application", "how")), row.at[3]
         own = [
             point
-            for point in each("points", ...)(row.above(0))
-            if (point.get("application"), point.get("how"), point.get("policy")) == wanted
+            for point in row.above(0).each("points.*")
+            if tuple(point.get(field) for field in ("application", "how", "policy")) == wanted
         ]
         peak = max(point.get("requests_per_s") for point in own)
         rates = {
-            point.get("rate"): point
-            for point in own
-            if point.get("rate") is not None and point.get("rate") <= peak / 2
+            point.get("rate"): point for point in own if (point.get("rate") or peak) <= peak / 2
         }
         return show_in(cell, rates[max(rates)]) if rates else ""
 
@@ -175,9 +160,9 @@ _SYSTEMS = (
 )
 
 
-def _behind(systems: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _behind(whole: Place) -> Iterator[str]:
     """Yield a sentence for each workload and load in which another system is ahead of ours."""
-    ran = [entry for entry in systems if entry["runs"]]
+    ran = [each.get() for each in whole.each("compare.*") if each.get("runs")]
     for ours in (entry for entry in ran if entry["engine"] == _OURS):
         where = ours["application"], ours["load"]
         others = [entry for entry in ran if (entry["application"], entry["load"]) == where]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,23 @@ from benchmarks.figures.render import name
 from benchmarks.figures.results import Place, bound_name, by_policy, is_quantised
 
 INK = "#767676"  # a contrast of 4 to 5 on white and on near black
-OURS = "#0072B2"
 # Okabe and Ito's palette, tell-apart for colour-blind readers; the pale ones darkened for white.
+BLUE, SKY, GREEN = "#0072B2", "#3D8FC0", "#009E73"
+ORANGE, PINK, OCHRE = "#D55E00", "#C0619A", "#A67C00"
 COLOURS = {
-    "jaxserve": OURS,
-    "auto": OURS,
-    "vllm_like": OURS,
-    "flover": "#D55E00",
-    "flover_without_shuffle": "#D55E00",
-    "orca": "#009E73",
-    "fastertransformer": "#C0619A",
-    "triton_window": "#A67C00",
+    "jaxserve": BLUE,
+    "auto": BLUE,
+    "vllm_like": BLUE,
+    "flover": ORANGE,
+    "flover_without_shuffle": ORANGE,
+    "orca": GREEN,
+    "fastertransformer": PINK,
+    "triton_window": OCHRE,
     "concurrent_instances": INK,
-    "oracle": "#3D8FC0",
+    "oracle": SKY,
 }
 # Parts of a run's seconds, as in figure 6 of the S3 paper.
-PARTS = {"generation": OURS, "penalty": "#D55E00", "overhead": "#A67C00"}
+PARTS = {"generation": BLUE, "penalty": ORANGE, "overhead": OCHRE}
 MARKERS = {
     "flover": "o",
     "orca": "s",
@@ -62,6 +63,8 @@ _RC: dict[Any, Any] = {
 }
 _LABEL_PT = 11.0
 _LETTER_PT = 5.2
+_P90 = "90th percentile of latency over output tokens, s"
+_SERVED = "requests served a second"
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -69,11 +72,25 @@ def canvas(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def grid(width: float, height: float, plots: int, columns: int, row: float) -> tuple[Figure, Any]:
+    """Return a figure with rows of plots, each `row` inches high; `fill` uses its axes."""
+    num_rows = max(1, -(-plots // columns))
+    figure = canvas(width, height + row * num_rows)
+    return figure, figure.subplots(num_rows, columns, squeeze=False).ravel()
+
+
+def fill(plots: Sequence[Any], contents: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    """Return each content with its axes; the axes that are left over are hidden."""
+    for axes in plots[len(contents) :]:
+        axes.set_axis_off()
+    return zip(plots, contents, strict=False)
+
+
 def line(axes: Any, policy: str, x: Sequence[float], y: Sequence[float], *, marks: bool = True):
     """Draw a policy's line in its own colour and with its own marker."""
     dashes = "--" if policy == "flover_without_shuffle" else "-"
     marker = MARKERS.get(policy, "o") if marks else None
-    axes.plot(x, y, dashes, color=COLOURS.get(policy, "#3D8FC0"), marker=marker, label=name(policy))
+    axes.plot(x, y, dashes, color=COLOURS.get(policy, SKY), marker=marker, label=name(policy))
 
 
 def label_lines(axes: Any, *, above: bool = False) -> None:
@@ -106,14 +123,13 @@ def label_lines(axes: Any, *, above: bool = False) -> None:
 
 def bars(axes: Any, names: Sequence[str], values: Sequence[Spread], *, title: str, form: str):
     """Draw horizontal bars of medians with their ranges, the first on top, values at the ends."""
-    colours = [COLOURS.get(each, INK) for each in names]
     medians = [value.median for value in values]
     below = [value.median - value.low for value in values]
     above = [value.high - value.median for value in values]
     drawn = axes.barh(
         [name(each) for each in names],
         medians,
-        color=colours,
+        color=[COLOURS.get(each, INK) for each in names],
         height=0.62,
         xerr=[below, above] if any(below) or any(above) else None,
         error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
@@ -135,18 +151,20 @@ def svg(draw: Callable[[], Figure], identifier: str) -> bytes:
     return data.getvalue()
 
 
+# ---- engines and policies ----
+
+
 def peers(result: Place) -> Figure:
     """Draw the engines that ran, the fastest on top, and the bound as a line."""
     rates = {
-        name: result.inside("compare", "engines", name).spread("output_tokens_per_s")
-        for name, figures in result.items("compare", "engines")
-        if not figures.get("error")
+        str(own.at[-1]): own.spread("output_tokens_per_s")
+        for own in result.each("compare.engines.*")
+        if not own.get().get("error")
     }
     names = sorted(rates, key=lambda name: -rates[name].median)
     figure = canvas(7, 0.9 + 0.32 * len(names))
     axes = figure.subplots()
-    values = [rates[name] for name in names]
-    bars(axes, names, values, title="output tokens a second", form=".0f")
+    bars(axes, names, [rates[name] for name in names], title="output tokens a second", form=".0f")
     if is_quantised(result):  # The bound is that of weights in the model's dtype.
         return figure
     bound = result.number("bound", "output_tokens_per_s")
@@ -165,40 +183,29 @@ def peers(result: Place) -> Figure:
 
 def policies(result: Place) -> Figure:
     """Draw throughput and, where it was measured, median latency of every policy."""
-    names = [name for name, _ in result.items("policies")]
-    rates = [result.inside("policies", name).spread("output_tokens_per_s") for name in names]
-    spreads = (
-        result.inside("policies", name).optional_spread("latency_s", "p50") for name in names
-    )
-    latencies = [found for found in spreads if found is not None]
+    runs = result.each("policies.*")
+    names = [str(run.at[-1]) for run in runs]
+    rates = [run.spread("output_tokens_per_s") for run in runs]
+    latencies = [found for run in runs if (found := run.optional_spread("latency_s", "p50"))]
     figure = canvas(8 if latencies else 5, 0.6 + 0.32 * len(names))
-    if not latencies:
-        axes = figure.subplots()
-        bars(axes, names, rates, title="output tokens a second", form=".0f")
-        return figure
-    left, right = figure.subplots(1, 2, sharey=True)
-    bars(left, names, rates, title="output tokens a second", form=".0f")
-    bars(right, names, latencies, title="median latency, s", form=".1f")
-    left.invert_yaxis()  # shared, and turned twice
+    plots = figure.subplots(1, 2 if latencies else 1, sharey=True, squeeze=False)[0]
+    bars(plots[0], names, rates, title="output tokens a second", form=".0f")
+    if latencies:
+        bars(plots[1], names, latencies, title="median latency, s", form=".1f")
+        plots[0].invert_yaxis()  # shared, and turned twice
     return figure
-
-
-def has_latency_split(result: Place) -> bool:
-    """Return whether the runs used a predictor and have the parts of their time."""
-    if not result.get("arguments").get("predictor"):
-        return False
-    return all("latency_split_s" in figures for _, figures in result.items("policies"))
 
 
 def latency_split(result: Place) -> Figure:
     """Draw figure 6 of the S3 paper: the parts of the seconds of a run."""
-    names = [name for name, _ in result.items("policies")]
+    runs = result.each("policies.*")
+    names = [name(str(run.at[-1])) for run in runs]
     figure = canvas(7, 0.8 + 0.32 * len(names))
     axes = figure.subplots()
     before = [0.0] * len(names)
     for part, colour in PARTS.items():
-        own = [result.number("policies", name, "latency_split_s", part) for name in names]
-        axes.barh([name(each) for each in names], own, 0.62, before, color=colour, label=part)
+        own = [run.number("latency_split_s", part) for run in runs]
+        axes.barh(names, own, 0.62, before, color=colour, label=part)
         before = [begin + length for begin, length in zip(before, own, strict=True)]
     axes.invert_yaxis()
     axes.set_title("seconds of the run")
@@ -208,51 +215,22 @@ def latency_split(result: Place) -> Figure:
     return figure
 
 
-def online(result: Place) -> Figure:
-    """Draw latency over the requests served, with one line for each policy."""
-    return _load_curves(result, ("policies",))
-
-
-def conversations(number: int, result: Place) -> Figure:
-    """Draw a set of conversations as figures 3.12, 3.15 and 3.16 of the Pensieve thesis."""
-    figure = _load_curves(result, ("sets", number, "policies"))
-    rounds = result.number("sets", number, "min_rounds")
-    reaction_s = result.number("sets", number, "reaction_s")
-    figure.suptitle(
-        f"{rounds:.0f} rounds or more, back after {reaction_s:g} s",
-        x=0.01,
-        ha="left",
-        fontsize=9,
-        color=INK,
-    )
-    return figure
-
-
-def _load_curves(result: Place, at: tuple[str | int, ...]) -> Figure:
-    figure = canvas(7, 3.6)
-    axes = figure.subplots()
-    for policy, _ in result.items(*at):
-        points = [(*at, policy, "points", i) for i, _ in result.items(*at, policy, "points")]
-        served = [result.number(*point, "requests_per_s") for point in points]
-        p90 = [result.number(*point, "normalised_latency_s", "p90") for point in points]
-        line(axes, policy, served, p90)
-    axes.set(xlabel="requests served a second", ylim=(0, None), xlim=(0, None))
-    axes.set_title("90th percentile of latency over output tokens, s")
-    label_lines(axes)
-    return figure
+def _policy_charts(result: Place) -> dict[str, Chart]:
+    has_split = all("latency_split_s" in figures for _, figures in result.items("policies"))
+    predicts = result.get("arguments").get("predictor") and has_split
+    return {"": policies, **({"_split": latency_split} if predicts else {})}
 
 
 def simulate(result: Place) -> Figure:
     """Draw predicted over measured throughput, with one point for each policy."""
     figure = canvas(4, 4)
     axes: Any = figure.subplots()
-    places = [("policies", i) for i, _ in result.items("policies")]
     measured, predicted = (
-        [result.inside(*at).spread(kind, "output_tokens_per_s").median for at in places]
+        [run.spread(kind, "output_tokens_per_s").median for run in result.each("policies.*")]
         for kind in ("measured", "predicted")
     )
     axes.axline((0, 0), slope=1, color=INK, linewidth=1, linestyle="--")
-    axes.scatter(measured, predicted, color=OURS, s=18, zorder=3)
+    axes.scatter(measured, predicted, color=BLUE, s=18, zorder=3)
     most = 1.08 * max([*measured, *predicted, 1.0])
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured")
     axes.set_title("output tokens a second, predicted")
@@ -260,56 +238,142 @@ def simulate(result: Place) -> Figure:
     return figure
 
 
+# ---- latency over load ----
+
+
+def _curve(policy: Place) -> tuple[list[float], list[float]]:
+    """Return the requests served a second, and p90 of latency, of a policy's points."""
+    points = policy.each("points.*")
+    served = [point.number("requests_per_s") for point in points]
+    return served, [point.number("normalised_latency_s", "p90") for point in points]
+
+
+def load_curves(result: Place) -> Figure:
+    """Draw latency over the requests served, with one line for each policy."""
+    figure = canvas(7, 3.6)
+    axes = figure.subplots()
+    for policy in result.each("policies.*"):
+        line(axes, str(policy.at[-1]), *_curve(policy))
+    axes.set(xlabel=_SERVED, ylim=(0, None), xlim=(0, None))
+    axes.set_title(_P90)
+    label_lines(axes)
+    return figure
+
+
+def conversations(number: int, result: Place) -> Figure:
+    """Draw a set of conversations as figures 3.12, 3.15 and 3.16 of the Pensieve thesis."""
+    own = result.inside("sets", number)
+    figure = load_curves(own)
+    rounds, reaction_s = own.number("min_rounds"), own.number("reaction_s")
+    title = f"{rounds:.0f} rounds or more, back after {reaction_s:g} s"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK)
+    return figure
+
+
+def _conversation_charts(result: Place) -> dict[str, Chart]:
+    if "," not in result.get("arguments")["rates"]:
+        return {}  # one rate makes no line
+    return {f"_{i + 1}": partial(conversations, i) for i, _ in result.items("sets")}
+
+
+# Each line of a plot has its own colour here.
+_THESIS_COLOURS = {
+    "vllm_like": INK,
+    "s3_oracle": GREEN,
+    "pensieve_device_only": PINK,
+    "pensieve_lru": OCHRE,
+    "pensieve": ORANGE,
+    "auto": BLUE,
+}
+_COLUMNS = 2
+
+
+def _panels(result: Place) -> Figure:
+    sets = result.each("sets.*")
+    figure, plots = grid(8, 0.4, len(sets), _COLUMNS, 2.3)
+    bound = result.number("arguments", "bound")
+    lines = {}
+    for axes, own in fill(plots, sets):
+        for curve in own.each("policies.*"):
+            policy = str(curve.at[-1])
+            colour = _THESIS_COLOURS.get(policy)
+            (lines[policy],) = axes.plot(*_curve(curve), color=colour, marker="o")
+        axes.axhline(bound, color=INK, linestyle="--", linewidth=1)
+        title = "{figure}: {model}, {min_rounds} rounds or more, {reaction_s:g} s"
+        axes.set(ylim=(0, 1.5 * bound), title=title.format_map(own.get()))
+    figure.supxlabel(_SERVED, fontsize=9)
+    figure.supylabel(_P90, fontsize=9)
+    return _with_legend(figure, lines)
+
+
+def _with_legend(figure: Figure, lines: Mapping[str, Any], columns: int | None = None) -> Figure:
+    names = [name(policy) for policy in lines]
+    figure.legend(
+        lines.values(),
+        names,
+        loc="outside upper left",
+        ncols=columns or len(names),
+        frameon=False,
+    )
+    return figure
+
+
+# ---- Flover's section VI ----
+
+
 def _constant(result: Place) -> Figure:
     figure = canvas(10, 3.2)
     total, rate, latency = figure.subplots(1, 3)
     alone_s = result.number("alone_s")
     for policy, runs in by_policy(result, "constant").items():
-        counts = [result.number("constant", i, "num_requests") for i in runs]
-        mean_s = [result.number("constant", i, "latency_s", "mean") for i in runs]
-        line(total, policy, counts, [result.number("constant", i, "wall_s") for i in runs])
-        tokens = [result.number("constant", i, "output_tokens_per_s") for i in runs]
-        line(rate, policy, counts, tokens)
+        counts = [run.number("num_requests") for run in runs]
+        mean_s = [run.number("latency_s", "mean") for run in runs]
+        line(total, policy, counts, [run.number("wall_s") for run in runs])
+        line(rate, policy, counts, [run.number("output_tokens_per_s") for run in runs])
         line(latency, policy, counts, [each / alone_s for each in mean_s])
     total.set_title("total time, s")
     rate.set_title("output tokens a second")
     latency.set_title("mean latency over that of one alone")
+    ticks = sorted({run.number("num_requests") for run in result.each("constant.*")})
     for axes in (total, rate, latency):
         axes.set(xlabel="requests", ylim=(0, None))
-        _log2(
-            axes,
-            [result.number("constant", i, "num_requests") for i, _ in result.items("constant")],
-        )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     label_lines(latency)
     return figure
 
 
-def _poisson(result: Place) -> Figure:
+def _total_times(
+    result: Place, part: str, field: str, unit: float = 1.0
+) -> tuple[Figure, Any, list[float]]:
+    """Draw the total times of a part over a field; return the figure, its axes, and the field."""
     figure = canvas(6.5, 3.4)
     axes = figure.subplots()
+    places: list[float] = []
+    for policy, runs in by_policy(result, part).items():
+        places = [run.number(field) / unit for run in runs]
+        line(axes, policy, places, [run.number("wall_s") for run in runs])
+    return figure, axes, places
+
+
+def _poisson(result: Place) -> Figure:
     alone_s = result.number("alone_s")
-    shares: list[float] = []
-    for policy, runs in by_policy(result, "poisson").items():
-        shares = [result.number("poisson", i, "mean_interval_s") / alone_s for i in runs]
-        line(axes, policy, shares, [result.number("poisson", i, "wall_s") for i in runs])
+    figure, axes, shares = _total_times(result, "poisson", "mean_interval_s", alone_s)
     axes.set_xscale("log")
     axes.set_xticks(shares, [f"{share:.2g}" for share in shares])
     axes.minorticks_off()
-    axes.set(xlabel="mean interval between requests over the time of one alone", ylim=(0, None))
-    axes.set_title("total time, s")
-    label_lines(axes)
-    return figure
+    return _titled(figure, axes, "mean interval between requests over the time of one alone")
 
 
 def _uniform(result: Place) -> Figure:
-    figure = canvas(6.5, 3.4)
-    axes = figure.subplots()
-    longest: list[float] = []
-    for policy, runs in by_policy(result, "uniform").items():
-        longest = [result.number("uniform", i, "longest") for i in runs]
-        line(axes, policy, longest, [result.number("uniform", i, "wall_s") for i in runs])
+    figure, axes, longest = _total_times(result, "uniform", "longest")
     axes.set_xticks(longest)
-    axes.set(xlabel="tokens of the longest answer", ylim=(0, None))
+    return _titled(figure, axes, "tokens of the longest answer")
+
+
+def _titled(figure: Figure, axes: Any, label: str) -> Figure:
+    axes.set(xlabel=label, ylim=(0, None))
     axes.set_title("total time, s")
     label_lines(axes)
     return figure
@@ -321,121 +385,63 @@ def _progress(result: Place) -> Figure:
     axes: Any = figure.subplots()
     for part in ("constant", "windows"):
         for policy, runs in by_policy(result, part).items():
-            kept = [i for i in runs if "requests" in result.get(part, i)]
+            kept = [run for run in runs if "requests" in run.get()]
             if kept:
-                times, tokens = _cumulative(result, part, kept[-1])
-                line(axes, policy, times, tokens, marks=False)
+                line(axes, policy, *_cumulative(kept[-1]), marks=False)
     axes.set(xlabel="time, s", xlim=(0, None), ylim=(0, None))
     axes.set_title("output tokens so far")
     label_lines(axes, above=True)
     return figure
 
 
-def _cumulative(result: Place, part: str, run: int) -> tuple[list[float], list[float]]:
+def _cumulative(run: Place) -> tuple[list[float], list[float]]:
     """Return times and counts of tokens, evenly spaced between an answer's first and its end."""
     times: list[float] = []
-    for i, _ in result.items(part, run, "requests"):
-        at = (part, run, "requests", i)
-        count = int(result.number(*at, "num_output_tokens"))
-        first_s, end_s = result.number(*at, "first_token_s"), result.number(*at, "finished_s")
+    for request in run.each("requests.*"):
+        count = int(request.number("num_output_tokens"))
+        first_s, end_s = request.number("first_token_s"), request.number("finished_s")
         times += [first_s + (end_s - first_s) * k / max(1, count - 1) for k in range(count)]
     times.sort()
     thinned = range(0, len(times), max(1, len(times) // 100))
     return [0.0, *(times[i] for i in thinned)], [0.0, *(i + 1.0 for i in thinned)]
 
 
-def _log2(axes: Any, values: Sequence[float]) -> None:
-    ticks = sorted(set(values))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-
-
-_FLOVER = {"_4": _constant, "_5": _poisson, "_6": _uniform, "_7": _progress}
-
-
-# Each line of a plot has its own colour here.
-_THESIS_COLOURS = {
-    "vllm_like": INK,
-    "s3_oracle": "#009E73",
-    "pensieve_device_only": "#C0619A",
-    "pensieve_lru": "#A67C00",
-    "pensieve": "#D55E00",
-    "auto": OURS,
-}
-_COLUMNS = 2
-
-
-def _panels(result: Place) -> Figure:
-    sets = [s for s, _ in result.items("sets")]
-    num_rows = -(-len(sets) // _COLUMNS)
-    figure = canvas(8, 0.4 + 2.3 * num_rows)
-    plots = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-    bound = result.number("arguments", "bound")
-    lines = {}
-    for axes, s in zip(plots, sets, strict=False):
-        for policy, _ in result.items("sets", s, "policies"):
-            at = ("sets", s, "policies", policy, "points")
-            points = [(*at, i) for i, _ in result.items(*at)]
-            served = [result.number(*point, "requests_per_s") for point in points]
-            p90 = [result.number(*point, "normalised_latency_s", "p90") for point in points]
-            (lines[policy],) = axes.plot(served, p90, color=_THESIS_COLOURS.get(policy), marker="o")
-        axes.axhline(bound, color=INK, linestyle="--", linewidth=1)
-        axes.set(ylim=(0, 1.5 * bound), title=_panel_title(result, s))
-    for axes in plots[len(sets) :]:
-        axes.set_axis_off()
-    figure.supxlabel("requests served a second", fontsize=9)
-    figure.supylabel("90th percentile of latency over output tokens, s", fontsize=9)
-    names = [name(policy) for policy in lines]
-    figure.legend(lines.values(), names, loc="outside upper left", ncols=len(names), frameon=False)
-    return figure
-
-
-def _panel_title(result: Place, s: int) -> str:
-    each = result.get("sets", s)
-    return (
-        f"{each['figure']}: {each['model']}, {each['min_rounds']} rounds or more, "
-        f"{each['reaction_s']:g} s"
-    )
-
+# ---- ExeGPT ----
 
 _SYSTEM_COLOURS = {
     "fastertransformer": INK,
-    "deepspeed": "#A67C00",
-    "orca": "#009E73",
-    "vllm": "#C0619A",
-    "rra": OURS,
-    "waa": "#D55E00",
+    "deepspeed": OCHRE,
+    "orca": GREEN,
+    "vllm": PINK,
+    "rra": BLUE,
+    "waa": ORANGE,
     "continuous": "#56B4E9",
 }
+_CHANGED_COLOURS = {"schedule left alone": BLUE, "planned anew": ORANGE}
 _BAR_COLUMNS = 3
 _GAP = 0.2
 
 
 def _systems(figure: int, result: Place) -> Figure:
     """Draw throughput: a plot for each model and task, a group for each bound, a bar a system."""
-    names = (
-        tuple(_SYSTEM_COLOURS) if figure == 7 else ("fastertransformer", "rra", "waa", "continuous")
-    )
-    points = result.get("figure_7" if figure == 7 else "points")
-    chosen = [point for point in points if figure == 7 or point["figure"] == figure]
+    is_seventh = figure == 7
+    names = ("fastertransformer", "rra", "waa", "continuous")
+    names = tuple(_SYSTEM_COLOURS) if is_seventh else names
     groups: dict[str, list[dict[str, Any]]] = {}
-    for point in chosen:
-        title = f"{point['model']}, {point['num_devices']} {point['cluster']}, {point['task']}"
-        groups.setdefault(title, []).append(point)
-    num_rows = max(1, -(-len(groups) // _BAR_COLUMNS))
-    picture = canvas(9, 0.8 + 1.9 * num_rows)
-    plots = picture.subplots(num_rows, _BAR_COLUMNS, squeeze=False).ravel()
+    for point in result.get("figure_7" if is_seventh else "points"):
+        if is_seventh or point["figure"] == figure:
+            title = f"{point['model']}, {point['num_devices']} {point['cluster']}, {point['task']}"
+            groups.setdefault(title, []).append(point)
+    picture, plots = grid(9, 0.8, len(groups), _BAR_COLUMNS, 1.9)
     for axes, (title, own) in zip(plots, groups.items(), strict=False):
         values = {name: [p["per_s_of"].get(name) for p in own] for name in names}
-        _grouped(axes, [_bound(p) for p in own], values)
+        bounds = ["none" if p["bound_s"] is None else f"{p['bound_s']:.1f}" for p in own]
+        _grouped(axes, bounds, values, _SYSTEM_COLOURS)
         axes.set_title(title)
     for axes in plots[len(groups) :]:
         axes.set_axis_off()
     picture.supxlabel("latency bound, s", fontsize=9)
-    picture.supylabel("answers a second", fontsize=9)
-    _legend(picture, plots[0], names)
-    return picture
+    return _answers_a_second(picture, plots[0], len(names))
 
 
 def _changed(result: Place) -> Figure:
@@ -446,28 +452,22 @@ def _changed(result: Place) -> Figure:
     plots = picture.subplots(1, max(1, len(kinds)), squeeze=False).ravel()
     for axes, kind in zip(plots, kinds, strict=False):
         own = [row for row in rows if row["changed"] == kind]
-        values = {
-            "schedule left alone": [row["left_alone_per_s"] for row in own],
-            "planned anew": [row["planned_per_s"] for row in own],
-        }
-        colours = {"schedule left alone": OURS, "planned anew": "#D55E00"}
-        _grouped(axes, [f"{row['by']:g}" for row in own], values, colours)
+        fields = zip(_CHANGED_COLOURS, ("left_alone_per_s", "planned_per_s"), strict=True)
+        values = {label: [row[field] for row in own] for label, field in fields}
+        _grouped(axes, [f"{row['by']:g}" for row in own], values, _CHANGED_COLOURS)
         latency = axes.twinx()
-        bound_s = own[0]["bound_s"]
-        line = [row["left_alone_latency_s"] / bound_s for row in own]
-        latency.plot(range(len(own)), line, color=INK, marker="o", label="p99 over bound")
+        over = [row["left_alone_latency_s"] / own[0]["bound_s"] for row in own]
+        latency.plot(range(len(own)), over, color=INK, marker="o", label="p99 over bound")
         latency.set_ylim(0, 1.4)
         axes.set_title(f"{kind} changed; line: p99 over bound")
-    picture.supylabel("answers a second", fontsize=9)
-    _legend(picture, plots[0], ("schedule left alone", "planned anew"))
-    return picture
+    return _answers_a_second(picture, plots[0], len(_CHANGED_COLOURS))
 
 
 def _grouped(
     axes: Any,
     labels: Sequence[str],
-    values: dict[str, list[float | None]],
-    colours: dict[str, str] = _SYSTEM_COLOURS,
+    values: Mapping[str, Sequence[float | None]],
+    colours: Mapping[str, str],
 ) -> None:
     """Draw a group of bars for each label; an x marks systems that do not keep it."""
     width = (1 - _GAP) / len(values)
@@ -482,37 +482,32 @@ def _grouped(
     axes.tick_params(axis="x", length=0)
 
 
-def _legend(picture: Figure, axes: Any, names: Sequence[str]) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _answers_a_second(picture: Figure, first: Any, columns: int) -> Figure:
+    picture.supylabel("answers a second", fontsize=9)
+    handles, labels = first.get_legend_handles_labels()
     if handles:
-        picture.legend(handles, labels, loc="outside upper left", ncols=len(names), frameon=False)
+        picture.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+    return picture
 
 
-def _bound(point: dict[str, Any]) -> str:
-    return "none" if point["bound_s"] is None else f"{point['bound_s']:.1f}"
-
-
-_EXEGPT: dict[str, Callable[[Place], Figure]] = {
-    **{f"_{number}": partial(_systems, number) for number in (6, 7, 8)},
-    "_11": _changed,
-}
-
+# ---- cells ----
 
 _CELL_COLOURS = {
-    "batchmaker": OURS,
-    "padding_1": "#C0619A",
-    "padding_10": "#D55E00",
-    "padding_40": "#A67C00",
-    "merged_by_agenda": "#D55E00",
-    "merged_by_depth": "#A67C00",
-    "lazy_batching": "#009E73",
+    "batchmaker": BLUE,
+    "padding_1": PINK,
+    "padding_10": ORANGE,
+    "padding_40": OCHRE,
+    "merged_by_agenda": ORANGE,
+    "merged_by_depth": OCHRE,
+    "lazy_batching": GREEN,
     "identical_graphs": INK,
     "one_at_a_time": INK,
 }
 _WIDTHS = ("batchmaker", "padding_1", "padding_10", "padding_40")
+_LOW_LOAD_POLICIES = ("batchmaker", "padding_10", "lazy_batching")
 # Number of the figure -> its workloads, and the policies that it shows; none for all.
 _LINES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    7: (("lstm", "lstm_batch_64"), ("batchmaker", "padding_10", "lazy_batching")),
+    7: (("lstm", "lstm_batch_64"), _LOW_LOAD_POLICIES),
     8: (("lstm",), _WIDTHS),
     11: (("lstm_24_words", "lstm_to_50_words", "lstm_to_100_words"), _WIDTHS),
     13: (("seq2seq", "seq2seq_2_devices", "seq2seq_4_devices"), ()),
@@ -525,143 +520,104 @@ _LOW_LOAD = 0.25
 _LEAST_MS = 0.01  # of a logarithmic axis
 # Latencies above this many times the least one are beyond the plot.
 _HIGHEST = 40.0
+_Sweeps = dict[tuple[str, str], list[Place]]
 
 
-def _cell_charts(result: Place) -> dict[str, Callable[[Place], Figure]]:
+def _cell_charts(result: Place) -> dict[str, Chart]:
     """Return the drawing functions of each figure for which the result has a workload."""
-    found: dict[int, Callable[[Place], Figure]] = {
-        number: partial(_lines, number) for number in _LINES if _workloads(result, number)
+    found: dict[int, Chart] = {
+        number: partial(_lines, number)
+        for number, (workloads, _) in _LINES.items()
+        if _sweeps(result, workloads)
     }
     if _sweeps(result, ("lstm",)):
         found[9] = _latency_parts
     return {f"_{number}": chart for number, chart in sorted(found.items())}
 
 
-def _workloads(result: Place, number: int) -> list[tuple[str, str]]:
-    return _sweeps(result, _LINES[number][0])
-
-
-def _sweeps(result: Place, names: Sequence[str]) -> list[tuple[str, str]]:
-    points = [point for _, point in result.items("points")]
-    found = dict.fromkeys((point["application"], point["how"]) for point in points)
-    return [workload for workload in found if workload[0] in names]
+def _sweeps(result: Place, names: Sequence[str]) -> _Sweeps:
+    """Return the points of each of these workloads, by name and how they were played."""
+    found: _Sweeps = {}
+    for point in result.each("points.*"):
+        if point.get("application") in names:
+            found.setdefault((point.get("application"), point.get("how")), []).append(point)
+    return found
 
 
 def _lines(number: int, result: Place) -> Figure:
     """Draw p90 latency over served requests a second, a plot for each workload."""
-    workloads = _workloads(result, number)
-    num_rows = -(-len(workloads) // _COLUMNS)
-    figure = canvas(8, 0.6 + 2.4 * num_rows)
-    plots = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-    lines = {}
-    for axes, workload in zip(plots, workloads, strict=False):
-        lines |= _plot_sweep(axes, result, workload, _LINES[number][1])
-    for axes in plots[len(workloads) :]:
-        axes.set_axis_off()
-    figure.supxlabel("requests served a second", fontsize=9)
+    workloads, shown = _LINES[number]
+    sweeps = _sweeps(result, workloads)
+    figure, plots = grid(8, 0.6, len(sweeps), _COLUMNS, 2.4)
+    lines: dict[str, Any] = {}
+    for axes, (workload, points) in fill(plots, list(sweeps.items())):
+        least = float("inf")
+        rated = [point for point in points if point.optional("rate")]
+        policies = dict.fromkeys(point.get("policy") for point in rated)
+        for policy in (each for each in policies if not shown or each in shown):
+            own = [point for point in rated if point.get("policy") == policy]
+            served = [point.number("requests_per_s") for point in own]
+            p90 = [1000 * point.number("latency_s", "p90") for point in own]
+            least = min(least, *p90)
+            (lines[policy],) = axes.plot(served, p90, color=_CELL_COLOURS.get(policy), marker="o")
+        if least < float("inf"):
+            axes.set(ylim=(0, _HIGHEST * least))
+        axes.set_title(", ".join(map(name, workload)))
+    figure.supxlabel(_SERVED, fontsize=9)
     figure.supylabel("90th percentile of latency, ms", fontsize=9)
-    _legend_of_lines(figure, lines)
-    return figure
-
-
-def _plot_sweep(axes, result: Place, workload: tuple[str, str], policies: Sequence[str]) -> dict:
-    points = [(policy, at) for policy, at in _points_of(result, workload) if _rate(result, at)]
-    lines, least = {}, float("inf")
-    for policy in dict.fromkeys(policy for policy, _ in points):
-        if policies and policy not in policies:
-            continue
-        own = [at for other, at in points if other == policy]
-        served = [result.number(*at, "requests_per_s") for at in own]
-        p90 = [1000 * result.number(*at, "latency_s", "p90") for at in own]
-        least = min(least, *p90)
-        (lines[policy],) = axes.plot(served, p90, color=_CELL_COLOURS.get(policy), marker="o")
-    if lines:
-        axes.set(ylim=(0, _HIGHEST * least))
-    axes.set_title(", ".join(map(name, workload)))
-    return lines
+    return _with_legend(figure, lines, 4)
 
 
 def _latency_parts(result: Place) -> Figure:
     """Draw the distributions of queueing and of computing at low load, as in figure 2.9."""
-    workloads = _sweeps(result, ("lstm",))
-    figure = canvas(8, 0.6 + 2.4 * len(workloads))
-    plots = figure.subplots(len(workloads), len(_LATENCY_PARTS), squeeze=False)
+    sweeps = _sweeps(result, ("lstm",))
+    figure = canvas(8, 0.6 + 2.4 * len(sweeps))
+    plots = figure.subplots(len(sweeps), len(_LATENCY_PARTS), squeeze=False)
     lines = {}
-    for row, workload in zip(plots, workloads, strict=True):
-        points = _at_low_load(result, workload)
+    for row, (workload, every) in zip(plots, sweeps.items(), strict=True):
+        points = _at_low_load(every)
         for axes, (part, label) in zip(row, _LATENCY_PARTS.items(), strict=True):
-            for policy, at in points:
-                if policy in _LINES[7][1]:
-                    run = (*at, "runs", 0) if "runs" in result.get(*at) else at
-                    times = [1000 * s for s in result.get(*run, "quantiles", part)]
+            for point in points:
+                policy = point.get("policy")
+                if policy in _LOW_LOAD_POLICIES:
+                    run = point.inside("runs", 0) if "runs" in point.get() else point
+                    times = [max(1000 * s, _LEAST_MS) for s in run.get("quantiles", part)]
                     shares = [100 * i / (len(times) - 1) for i in range(len(times))]
-                    (lines[policy],) = axes.plot(
-                        [max(each, _LEAST_MS) for each in times],
-                        shares,
-                        color=_CELL_COLOURS[policy],
-                    )
+                    (lines[policy],) = axes.plot(times, shares, color=_CELL_COLOURS[policy])
             axes.set(xscale="log", xlabel=label)
-            rate = result.number(*points[0][1], "rate") if points else 0.0
+            rate = points[0].number("rate") if points else 0.0
             axes.set_title(f"{', '.join(map(name, workload))}, {rate:.0f} requests/s")
     figure.supylabel("requests, %", fontsize=9)
-    _legend_of_lines(figure, lines)
-    return figure
+    return _with_legend(figure, lines, 4)
 
 
-def _at_low_load(result: Place, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
+def _at_low_load(points: Sequence[Place]) -> list[Place]:
     """Return every policy's point at the rate next to a quarter of BatchMaker's peak."""
-    points = _points_of(result, workload)
-    served = [
-        result.number(*at, "requests_per_s") for policy, at in points if policy == "batchmaker"
-    ]
-    rates = {rate for _, at in points if (rate := _rate(result, at))}
-    if not served or not rates:
+    ours = [point for point in points if point.get("policy") == "batchmaker"]
+    rates = {rate for point in points if (rate := point.optional("rate"))}
+    if not ours or not rates:
         return []
-    wanted = min(rates, key=lambda rate: abs(rate - _LOW_LOAD * max(served)))
-    return [(policy, at) for policy, at in points if _rate(result, at) == wanted]
-
-
-def _points_of(result: Place, workload: tuple[str, str]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [
-        (point["policy"], ("points", index))
-        for index, point in result.items("points")
-        if (point["application"], point["how"]) == workload
-    ]
-
-
-def _rate(result: Place, at: tuple[Any, ...]) -> float | None:
-    return result.optional(*at, "rate")
-
-
-def _legend_of_lines(figure: Figure, lines: dict) -> None:
-    names = [name(policy) for policy in lines]
-    figure.legend(lines.values(), names, loc="outside upper left", ncols=4, frameon=False)
+    low = _LOW_LOAD * max(point.number("requests_per_s") for point in ours)
+    wanted = min(rates, key=lambda rate: abs(rate - low))
+    return [point for point in points if point.optional("rate") == wanted]
 
 
 Chart = Callable[[Place], Figure]
-
-
-def _conversation_charts(result: Place) -> dict[str, Chart]:
-    if "," not in result.get("arguments")["rates"]:
-        return {}  # one rate makes no line
-    return {f"_{i + 1}": partial(conversations, i) for i, _ in result.items("sets")}
-
-
-def _policy_charts(result: Place) -> dict[str, Chart]:
-    split = {"_split": latency_split} if has_latency_split(result) else {}
-    return {"": policies, **split}
-
-
 # Kind -> the ends of the figures' names, and their drawing functions. Other kinds have only tables.
 _CHARTS: dict[str, Callable[[Place], Mapping[str, Chart]]] = {
     "offline": lambda result: {"_peers": peers} if result.has_peers else {},
     "policies": _policy_charts,
-    "online": lambda _: {"": online},
+    "online": lambda _: {"": load_curves},
     "conversations": _conversation_charts,
     "simulate": lambda _: {"": simulate},
     "pensieve": lambda _: {"": _panels},
-    "flover": lambda _: _FLOVER,
-    "exegpt": lambda _: _EXEGPT,
+    "flover": lambda _: {"_4": _constant, "_5": _poisson, "_6": _uniform, "_7": _progress},
+    "exegpt": lambda _: {
+        "_6": partial(_systems, 6),
+        "_7": partial(_systems, 7),
+        "_8": partial(_systems, 8),
+        "_11": _changed,
+    },
     "cells": _cell_charts,
 }
 

@@ -8,14 +8,15 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.figures.render import (
+    Cell,
     Column,
     Table,
     caption,
     drawn,
-    each,
     joined,
     linked,
     name,
+    show_in,
     table,
 )
 from benchmarks.figures.results import Place
@@ -33,19 +34,16 @@ def simulated(result: Place) -> str:
     return joined(
         _gains(result),
         _in_words(result),
-        _kept(result),
+        _kept(result) if result.get("played") else "",
         _search(result),
-        drawn(_points("figure"), each("points", ...), result),
+        drawn(_points("figure"), "points.*", result),
         _lost(result),
-        drawn(_points("figure 7"), each("figure_7", ...), result),
+        drawn(_points("figure 7"), "figure_7.*", result),
         _checked(result),
         _long_tailed(result),
-        *(
-            drawn(columns, each(key, ...), result)
-            for key, columns in (("figure_11", _CHANGED), ("table_5", _MONOTONE))
-            if result.items(key)
-        ),
-        drawn(_CASE_STUDY, each("table_6", ...), result),
+        drawn(_CHANGED, "figure_11.*", result) if result.get("figure_11") else "",
+        drawn(_MONOTONE, "table_5.*", result) if result.get("table_5") else "",
+        drawn(_CASE_STUDY, "table_6.*", result),
     )
 
 
@@ -59,30 +57,27 @@ def bounds(result: Place) -> str:
     header = ("task", "bound, s", *map(name, policies), "plan", "p99, s", "within the bound")
     rows, behind, ahead, late = [], 0, 0, 0
     for task, point in points:
-        planned, best = point["exegpt"], point["best"]
-        cells = [
-            f"{best[p]['answers_per_s']:.3f} ({best[p]['batch']})" if best.get(p) else "NS"
-            for p in policies
-        ]
+        planned = point["exegpt"]
+        best = [point["best"].get(policy) for policy in policies]
+        cells = [f"{own['answers_per_s']:.3f} ({own['batch']})" if own else "NS" for own in best]
         rows.append([task, _bound(point), *cells, *_planned(planned, result.link)])
-        most = max((best[p]["answers_per_s"] for p in policies if best.get(p)), default=0.0)
+        most = max((own["answers_per_s"] for own in best if own), default=0.0)
         behind += most > (planned["answers_per_s"] if planned else 0.0)
         is_late = bool(planned and planned["p99_s"] > (point["bound_s"] or math.inf))
         late += is_late
         ahead += bool(planned and not is_late and planned["answers_per_s"] >= most)
-    given = result.get("arguments")
     what = (
-        f"Answers a second of {given['num_requests']} requests, lengths times {given['scale']:g}, "
-        f"{given['model']}; each policy with its best batch size of {given['batches']} that keeps "
-        "the bound"
+        "Answers a second of {arguments[num_requests]} requests, lengths times "
+        "{arguments[scale]:g}, {arguments[model]}; each policy with its best batch size of "
+        "{arguments[batches]} that keeps the bound"
     )
     return joined(
-        caption(result, what),
+        caption(result, show_in(what, result)),
         table(header, rows),
         f"The plan is behind the best of the others under {behind} of {len(points)} bounds. Its "
         f"own p99 is over {late} of them; sizes of the others whose p99 is over the bound do not "
         f"count. It is ahead, with its p99 within the bound, under {ahead}.",
-        _errors(result.get("simulated")),
+        show_in(_ERRORS, result) if "p99_s" in result.get("simulated") else "",
     )
 
 
@@ -91,45 +86,37 @@ def _planned(planned: dict[str, Any] | None, link: str) -> list[str]:
         return ["NS", "", ""]
     failed = planned.get("num_failed", 0)
     rounds = f" (NS in {failed} of {failed + planned['num_runs']})" if failed else ""
-    return [
-        linked(planned["answers_per_s"], ".3f", link) + rounds,
-        f"{planned['p99_s']:.2f}",
-        f"{planned['within']:.0%}",
-    ]
+    rate = linked(planned["answers_per_s"], ".3f", link) + rounds
+    return [rate, f"{planned['p99_s']:.2f}", f"{planned['within']:.0%}"]
 
 
-def _errors(simulated: dict[str, Any]) -> str:
-    if "p99_s" not in simulated:
-        return ""
-    answers, p99 = simulated["answers_per_s"], simulated["p99_s"]
-    return (
-        f"Simulated with measured step times, {len(simulated['configurations'])} configurations: "
-        f"throughput {answers['median']:.1%} off in the median and {answers['most']:.1%} at most, "
-        f"p99 {p99['median']:.1%} and {p99['most']:.1%}."
-    )
+_ERRORS = (
+    "Simulated with measured step times, {simulated[configurations]:num} configurations: "
+    "throughput {simulated[answers_per_s][median]:.1%} off in the median and "
+    "{simulated[answers_per_s][most]:.1%} at most, p99 {simulated[p99_s][median]:.1%} and "
+    "{simulated[p99_s][most]:.1%}."
+)
+_MEASURED_ERRORS = (
+    "Throughput is {errors[output_tokens_per_s][median]:.1%} off in the median and "
+    "{errors[output_tokens_per_s][most]:.1%} at most, p99 from admission to end "
+    "{errors[p99_s][median]:.1%} and {errors[p99_s][most]:.1%}. In both, {num_within_5%} of "
+    "{schedules:num} schedules are within 5%, and {num_within_10%} within 10%."
+)
 
 
 def _measured_below(whole: Place) -> Iterator[str]:
-    result, schedules = whole, whole.items("schedules")
+    schedules, policies = whole.each("schedules.*"), whole.each("policies.*")
     if schedules:
-        errors = result.get("errors")
-        throughput, p99 = errors["output_tokens_per_s"], errors["p99_s"]
-        yield (
-            f"Throughput is {throughput['median']:.1%} off in the median and "
-            f"{throughput['most']:.1%} at most, p99 from admission to end {p99['median']:.1%} and "
-            f"{p99['most']:.1%}. In both, {result.get('num_within_5%')} of {len(schedules)} "
-            f"schedules are within 5%, and {result.get('num_within_10%')} within 10%."
-        )
-    if skipped := result.get("skipped"):
+        yield show_in(_MEASURED_ERRORS, whole)
+    if skipped := whole.get("skipped"):
         yield f"Left out, since the time was up: {', '.join(skipped)} devices."
-    policies = [each for _, each in result.items("policies")]
     named = [
-        f"{each['schedule']} on {each['groups']}"
-        for _, each in schedules
-        if not each["tokens_agree"]
+        show_in(cell, each)
+        for cell, some in (("{schedule} on {groups}", schedules), ("{policy}", policies))
+        for each in some
+        if not each.get("tokens_agree")
     ]
-    named += [each["policy"] for each in policies if not each["tokens_agree"]]
-    others = ", ".join(name(each["policy"]) for each in policies)
+    others = ", ".join(name(each.get("policy")) for each in policies)
     yield (
         f"The tokens of {', '.join(named)} differ from those of the first policy ({others})."
         if named
@@ -137,23 +124,20 @@ def _measured_below(whole: Place) -> Iterator[str]:
     )
 
 
-def _measured_columns(_: Place) -> list[Column]:
-    columns: list[Column] = [("schedule", "{schedule}"), ("devices", "{groups}")]
-    for heading, figure, form in (
-        ("output tokens/s", "output_tokens_per_s", ".1f"),
-        ("p99, s", "p99_s", ".2f"),
-        ("first token, s", "first_token_p50_s", ".2f"),
-    ):
-        own = f"{{measured[{figure}]:@~{form}}}"
-        columns += [(heading, own), ("simulated", f"{{error[{figure}]:+.1%}}")]
-    return columns
-
-
 MEASURED = Table(
     what="{arguments[num_requests]} requests that all wait from the start, random weights of "
     "{arguments[model]}; the error of the simulation beside each figure",
-    rows=each("schedules", ...),
-    columns=_measured_columns,
+    rows="schedules.*",
+    columns=(
+        ("schedule", "{schedule}"),
+        ("devices", "{groups}"),
+        ("output tokens/s", "{measured[output_tokens_per_s]:@~.1f}"),
+        ("simulated", "{error[output_tokens_per_s]:+.1%}"),
+        ("p99, s", "{measured[p99_s]:@~.2f}"),
+        ("simulated", "{error[p99_s]:+.1%}"),
+        ("first token, s", "{measured[first_token_p50_s]:@~.2f}"),
+        ("simulated", "{error[first_token_p50_s]:+.1%}"),
+    ),
     below=_measured_below,
 )
 
@@ -172,24 +156,19 @@ def _drift(whole: Place) -> str:
 
 DRIFT = Table(
     what=_drift,
-    rows=each("drifts", ...),
+    rows="drifts.*",
     columns=(
         ("change", "{changed}"),
         ("to", "{to:g}"),
-        *(
-            column
-            for heading, part in (
-                ("left alone", "left_alone[from_drift]"),
-                ("adapted", "adapted[from_drift]"),
-                ("adapted, settled", "adapted[settled]"),
-                ("planned anew, settled", "planned_anew[settled]"),
-            )
-            for column in (
-                (heading, f"{{{part}[answers_per_s]:@.2f}}"),
-                ("within", f"{{{part}[share_in_bound]:.1%}}"),
-            )
-        ),
-        ("plans", lambda row: str(len(row.get("adapted")["adopted"]))),
+        ("left alone", "{left_alone[from_drift][answers_per_s]:@.2f}"),
+        ("within", "{left_alone[from_drift][share_in_bound]:.1%}"),
+        ("adapted", "{adapted[from_drift][answers_per_s]:@.2f}"),
+        ("within", "{adapted[from_drift][share_in_bound]:.1%}"),
+        ("adapted, settled", "{adapted[settled][answers_per_s]:@.2f}"),
+        ("within", "{adapted[settled][share_in_bound]:.1%}"),
+        ("planned anew, settled", "{planned_anew[settled][answers_per_s]:@.2f}"),
+        ("within", "{planned_anew[settled][share_in_bound]:.1%}"),
+        ("plans", "{adapted[adopted]:num}"),
     ),
     how=lambda whole: f"one simulation each, seed {whole.get('arguments')['seed']}",
 )
@@ -206,7 +185,7 @@ def _per_s(value: float | None) -> str:
     return "NS" if value is None else f"{value:.2f}"
 
 
-def _rate(*keys: str) -> Callable[[Place], str]:
+def _rate(*keys: str) -> Cell:
     return lambda row: _per_s(row.get(*keys))
 
 
@@ -218,56 +197,56 @@ def _gains(result: Place) -> str:
     header = ("mean gain over FasterTransformer", "plan", "RRA and WAA", "paper")
     paper = result.get("paper_mean_gain")
 
-    def cells(*keys: str) -> list[str]:
-        found = [result.get(key, keys[-1]) for key in keys[:-1]]
-        return ["" if value is None else linked(value, ".2f", result.link) for value in found]
+    def cells(of: str, *keys: str) -> list[str]:
+        return [show_in(f"{{{key}[{of}]:@.2f?}}", result) for key in keys]
 
     rows = [
-        [named, *cells("mean_gain", "mean_gain_exegpt", key), f"{paper[key]:g}"]
+        [named, *cells(key, "mean_gain", "mean_gain_exegpt"), f"{paper[key]:g}"]
         for key, named in (("small", "figure 6"), ("large", "figure 8"), ("all", "all"))
     ]
-    overlapping = result.get("mean_gain_overlapping")
-    shown = "" if overlapping is None else linked(overlapping, ".2f", result.link)
-    rows.append(["all, if RRA's rounds overlap", "", shown, ""])
+    overlapping = show_in("{mean_gain_overlapping:@.2f?}", result)
+    rows.append(["all, if RRA's rounds overlap", "", overlapping, ""])
     for baseline in _BASELINES[1:]:
-        gains = cells("mean_gain_over", "mean_gain_exegpt_over", baseline)
+        gains = cells(baseline, "mean_gain_over", "mean_gain_exegpt_over")
         rows.append([f"all, over {name(baseline)} instead", *gains, ""])
     what = "Throughput under the paper's four bounds, A40 and A100 as rooflines"
     how = "estimated, and bounded schedules simulated with sampled lengths"
     return joined(caption(result, what, how=how), table(header, rows))
 
 
+def _num_of(result: Place) -> str:
+    pairs = result.items("played", "num_runs_of")
+    return ", ".join(f"{num} of {name(policy)}" for policy, num in pairs)
+
+
 def _kept(result: Place) -> str:
-    played = result.get("played")
-    if played is None:
-        return ""
-    within, others = played["within"], played["missed_by_others"]
-    errors = played["throughput_error"]
-    num_of = ", ".join(f"{num} of {name(policy)}" for policy, num in played["num_runs_of"].items())
-    return (
-        f"Of {played['num_answers']} answers in {played['num_runs']} simulations by the real "
-        f"scheduler, of plans and of the best schedules of RRA and WAA ({num_of}), "
-        f"{within['mean']:.2%} kept the bound (at least {within['least']:.2%} in each). "
-        f"{played['longer_share']:.2%} were longer than planned for; of the others "
-        f"{others['mean']:.2%} missed it (at most {others['most']:.2%}). Throughput was "
-        f"{errors['least']:+.1%} to {errors['most']:+.1%} off its estimate."
+    return show_in(
+        "Of {played[num_answers]} answers in {played[num_runs]} simulations by the real scheduler, "
+        f"of plans and of the best schedules of RRA and WAA ({_num_of(result)}), "
+        "{played[within][mean]:.2%} kept the bound (at least {played[within][least]:.2%} in each). "
+        "{played[longer_share]:.2%} were longer than planned for; of the others "
+        "{played[missed_by_others][mean]:.2%} missed it (at most "
+        "{played[missed_by_others][most]:.2%}). Throughput was "
+        "{played[throughput_error][least]:+.1%} to {played[throughput_error][most]:+.1%} off its "
+        "estimate.",
+        result,
     )
 
 
 def _search(result: Place) -> str:
-    search, missed = result.get("search"), result.get("algorithm_1")
-    shares = search["most_evaluated_share"]
-    return (
-        f"The longest search took {search['most_s']:.2f} s. It evaluated at most "
-        + ", ".join(f"{share:.2%} ({model})" for model, share in shares.items())
-        + f" of the configurations. Algorithm 1 alone misses the best schedule for "
-        f"{missed['missed_share']:.0%} of {missed['num_cases']} bounds, for "
-        f"{missed['beyond_tolerance_share']:.0%} by more than its tolerance, and finds "
-        f"{missed['worst_share']:.0%} of its throughput at worst."
+    shares = result.items("search", "most_evaluated_share")
+    evaluated = ", ".join(f"{share:.2%} ({model})" for model, share in shares)
+    return show_in(
+        "The longest search took {search[most_s]:.2f} s. It evaluated at most "
+        f"{evaluated} of the configurations. Algorithm 1 alone misses the best schedule for "
+        "{algorithm_1[missed_share]:.0%} of {algorithm_1[num_cases]} bounds, for "
+        "{algorithm_1[beyond_tolerance_share]:.0%} by more than its tolerance, and finds "
+        "{algorithm_1[worst_share]:.0%} of its throughput at worst.",
+        result,
     )
 
 
-def _system(each: str) -> Callable[[Place], str]:
+def _system(each: str) -> Cell:
     return lambda row: _per_s(row.get("per_s_of").get(each))
 
 
@@ -279,25 +258,22 @@ def _within(row: Place) -> str:
 
 
 def _points(figure: str) -> tuple[Column, ...]:
-    def scenario(row: Place) -> str:
-        number = 7 if row.at[0] == "figure_7" else row.get("figure")
-        cluster = f"{row.get('num_devices')} {row.get('cluster')}"
-        return f"{number}: {row.get('model')}, {cluster}"
-
+    number = "7" if figure == "figure 7" else "{figure}"
     return (
-        (figure, scenario),
+        (figure, number + ": {model}, {num_devices} {cluster}"),
         ("task", "{task}"),
         ("bound, s", _bound_of),
         *((name(system), _system(system)) for system in (*_BASELINES, *_FAMILIES)),
         ("plan", _rate("per_s")),
         ("gain", "{gain:@.2f?}"),
-        ("schedule", lambda row: _schedule(row.get())),
+        ("schedule", _schedule),
         ("latency, s", "{latency_s:.1f?}"),
         ("within the bound", _within),
     )
 
 
-def _schedule(point: _Point) -> str:
+def _schedule(row: Place) -> str:
+    point = row.get()
     if "policy" not in point:
         return "none"
     if point["policy"] == "continuous":
@@ -306,8 +282,7 @@ def _schedule(point: _Point) -> str:
     elif point["policy"] == "rra":
         schedule = f"rra B_E {point['encode_batch']}, N_D {point['num_decodes']}"
     else:
-        batches = point["encode_batch"], point["num_micro_batches"]
-        schedule = f"{point['policy']} B_E {batches[0]}, B_m {batches[1]}"
+        schedule = show_in("{policy} B_E {encode_batch}, B_m {num_micro_batches}", row)
     num_sharded = point["num_sharded_devices"]
     return f"{schedule}; {num_sharded} in shards of {point['degree']}" if num_sharded else schedule
 
@@ -318,12 +293,10 @@ def _lost(result: Place) -> str:
     lost, own = _ahead(points, "per_s"), _ahead(points, "exegpt_per_s")
     families = [point.get("policy", "none").partition("_")[0] for point in points]
     counts = ", ".join(f"{each} {families.count(each)} times" for each in _FAMILIES)
+    bounds = f"{len(points)} bounds"
+    none = f"No baseline is ahead of the plan under any of {bounds}. "
     return (
-        (
-            f"Ahead of the plan under {len(points)} bounds are {lost}. "
-            if lost
-            else f"No baseline is ahead of the plan under any of {len(points)} bounds. "
-        )
+        (f"Ahead of the plan under {bounds} are {lost}. " if lost else none)
         + (f"Ahead of the better one of RRA and WAA are {own}. " if own else "")
         + f"The plan is {counts}. Baselines have the same kernels as the schedules and no host "
         "time a step; ORCA and vLLM have the same latency margins, too, and the others none. vLLM "
@@ -339,8 +312,7 @@ def _ahead(points: Sequence[_Point], of: str) -> str:
         ahead = [
             point["per_s_of"][system] / point[of] if point.get(of) else math.inf
             for point in points
-            if point["per_s_of"].get(system)
-            if point["per_s_of"][system] > _LEAST * (point.get(of) or 0.0)
+            if (point["per_s_of"].get(system) or 0.0) > _LEAST * (point.get(of) or 0.0)
         ]
         if ahead:
             most = max((each for each in ahead if each < math.inf), default=math.inf)
@@ -353,26 +325,22 @@ def _ahead(points: Sequence[_Point], of: str) -> str:
     return "; ".join(parts)
 
 
+_CHECKED: tuple[Column, ...] = (
+    ("figure 7", "{above2[task]}"),
+    ("bound, s", lambda row: _bound_of(row.above(2))),
+    ("policy", lambda row: name(str(row.at[-1]))),
+    ("batch", "{batch}"),
+    ("answers/s", "{per_s:@.2f}"),
+    ("estimated", "{estimated_per_s:.2f}"),
+    ("p99, s", "{p99_length_s:.2f?}"),
+    ("estimated", "{estimated_latency_s:.2f}"),
+    ("within the bound", "{within:.1%}"),
+)
+
+
 def _checked(result: Place) -> str:
-    header = ("figure 7", "bound, s", "policy", "batch", "answers/s", "estimated")
-    header += ("p99, s", "estimated", "within the bound")
-    rows = [
-        [
-            point["task"],
-            _bound(point),
-            name(system),
-            str(each["batch"]),
-            linked(each["per_s"], ".2f", result.link),
-            f"{each['estimated_per_s']:.2f}",
-            "" if each["p99_length_s"] is None else f"{each['p99_length_s']:.2f}",
-            f"{each['estimated_latency_s']:.2f}",
-            f"{each['within']:.1%}",
-        ]
-        for _, point in result.items("figure_7")
-        for system, each in point["checked"].items()
-        if each
-    ]
-    return table(header, rows) if rows else ""
+    rows = [each for each in result.each("figure_7.*.checked.*") if each.get()]
+    return drawn(_CHECKED, lambda _: rows, result) if rows else ""
 
 
 _LONG_TAILED = (
@@ -393,18 +361,18 @@ def _long_tailed(whole: Place) -> str:
     if not gains:
         return ""
     return joined(
-        drawn(_LONG_TAILED, each("figure_10", ...), whole),
+        drawn(_LONG_TAILED, "figure_10.*", whole),
         f"Figure 10 has {mean(gains):.1f} on average and {max(gains):.1f} at most; the paper, with "
         "its data sets, 4.4 and 8.7.",
     )
 
 
-def _over_bound(figure: str) -> Callable[[Place], str]:
+def _over_bound(figure: str) -> Cell:
     return lambda row: f"{row.get(figure) / row.get('bound_s'):.2f}"
 
 
 _CHANGED = (
-    ("figure 11", lambda row: f"{row.get('policy')}, {row.get('bound_s'):.1f} s"),
+    ("figure 11", "{policy}, {bound_s:.1f} s"),
     ("changed", "{changed}"),
     ("by", "{by:g}"),
     ("left alone /s", "{left_alone_per_s:@.2f}"),
@@ -415,7 +383,7 @@ _CHANGED = (
 _MONOTONE = (
     ("table 5", "{task}"),
     ("tolerance", "{tolerance:.0%}"),
-    ("variable", lambda row: f"{row.get('policy')} {row.get('variable')}"),
+    ("variable", "{policy} {variable}"),
     ("latency, %", "{latency:@.1f}"),
     ("paper", "{paper[0]:g}"),
     ("throughput, %", "{throughput:.1f}"),
@@ -438,27 +406,30 @@ _CASE_STUDY = (
 
 def _in_words(result: Place) -> str:
     """Return a row for each figure that the paper gives in its text; "" without points."""
-    points = [point for _, point in result.items("points")]
-    rows = [*_gains_in_words(points, result.link), *_margins(result), *_changes(result)]
+    rows = [*_gains_in_words(result), *_margins(result), *_changes(result)]
     return table(("paper, in words", "paper", "plan", "RRA and WAA", "RRA"), rows) if rows else ""
 
 
-def _gains_in_words(points: Sequence[_Point], link: str) -> Iterator[list[str]]:
+def _gains_in_words(result: Place) -> Iterator[list[str]]:
     """Yield gains over FasterTransformer: of figure 6 the largest, of figure 8 all (section 7)."""
-    sixth = [point for point in points if point["figure"] == 6]
+    points: list[_Point] = [point for _, point in result.items("points")]
     eighth = [point for point in points if point["figure"] == 8]
-    unbounded = [point for point in eighth if point["bound_s"] is None]
     throughputs: tuple[Callable[[_Point], float | None], ...] = (
         lambda point: point.get("per_s"),
         lambda point: point.get("exegpt_per_s"),
         lambda point: point["per_s_of"].get("rra"),
     )
     for named, paper, own, of in (
-        ("figure 6, largest gain", "5.4", sixth, max),
+        ("figure 6, largest gain", "5.4", [p for p in points if p["figure"] == 6], max),
         ("figure 8, least gain", "1.1", eighth, min),
         ("figure 8, largest gain", "15.2", eighth, max),
         ("figure 8, mean gain", "3.2", eighth, mean),
-        ("figure 8 without a bound, mean gain", "2.2", unbounded, mean),
+        (
+            "figure 8 without a bound, mean gain",
+            "2.2",
+            [point for point in eighth if point["bound_s"] is None],
+            mean,
+        ),
     ):
         cells = []
         for throughput in throughputs:
@@ -467,9 +438,13 @@ def _gains_in_words(points: Sequence[_Point], link: str) -> Iterator[list[str]]:
                 for point in own
                 if (per_s := throughput(point)) and point["per_s_of"].get(_STATIC)
             ]
-            cells.append(linked(of(gains), ".2f", link) if gains else "")
+            cells.append(linked(of(gains), ".2f", result.link) if gains else "")
         if any(cells):
             yield [named, paper, *cells]
+
+
+def _of_figure_11(result: Place, policy: str) -> list[_Point]:
+    return [row for _, row in result.items("figure_11") if row["policy"] == policy]
 
 
 def _margins(result: Place) -> Iterator[list[str]]:
@@ -478,11 +453,7 @@ def _margins(result: Place) -> Iterator[list[str]]:
     That is the tighter bound under which the schedule has to be found (section 7.6): of all answers
     (SLA a), and of answers of the earlier lengths (SLA b).
     """
-    rows = {
-        (row["changed"], row["by"]): row
-        for _, row in result.items("figure_11")
-        if row["policy"] == "waa"
-    }
+    rows = {(row["changed"], row["by"]): row for row in _of_figure_11(result, "waa")}
     for changed, by, papers in (("mean", 1.15, ("13%", "10%")), ("deviation", 1.3, ("5%", "0%"))):
         after, before = rows.get((changed, by)), rows.get((changed, 1.0))
         if after is None or before is None:
@@ -496,17 +467,16 @@ def _margins(result: Place) -> Iterator[list[str]]:
 
 def _changes(result: Place) -> Iterator[list[str]]:
     """Yield the largest gap of RRA's unchanged schedule to the one planned anew."""
-    rows = [row for _, row in result.items("figure_11") if row["policy"] == "rra"]
     keys = {
         "throughput": ("left_alone_per_s", "planned_per_s"),
         "p99": ("left_alone_latency_s", "planned_latency_s"),
     }
     for named, papers in (("mean", ("28%", "12.6%")), ("others", ("11%", "17%"))):
-        own = [row for row in rows if (row["changed"] == "mean") == (named == "mean")]
         for (what, (left_alone, planned)), paper in zip(keys.items(), papers, strict=True):
             found = [
                 abs(row[left_alone] / row[planned] - 1)
-                for row in own
+                for row in _of_figure_11(result, "rra")
+                if (row["changed"] == "mean") == (named == "mean")
                 if row.get(planned) and math.isfinite(row[planned])
             ]
             if found:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from benchmarks.common.counters import PrefixCounts
-from benchmarks.common.repeats import Spread
-from benchmarks.figures.render import (
-    Column,
-    Table,
-    each,
-    key,
-    linked,
-    lost,
-    table,
-)
+from benchmarks.figures.render import Cell, Column, Table, key, linked, lost, table
 from benchmarks.figures.results import Place, by_policy
 
 # The policies of the S3 paper's tables, in the order of their numbers.
 _S3_POLICIES = ("orca", "s3", "s3_oracle")
 
 
-def _flover_rows(whole: Place) -> Iterator[Place]:
-    last = {policy: points[-1] for policy, points in by_policy(whole, "constant").items()}
-    return (whole.inside("constant", i) for i in last.values())
+def _flover_rows(whole: Place) -> list[Place]:
+    return [points[-1] for points in by_policy(whole, "constant").values()]
 
 
 def _over_instances(row: Place) -> str:
-    slowest = [
-        other
-        for other in _flover_rows(row.above(0))
-        if other.get("policy") == "concurrent_instances"
-    ]
+    slowest = by_policy(row.above(0), "constant").get("concurrent_instances")
     if not slowest:
         return ""
-    return f"{slowest[0].spread('wall_s').median / row.spread('wall_s').median:.1f}"
+    return f"{slowest[-1].spread('wall_s').median / row.spread('wall_s').median:.1f}"
 
 
 FLOVER = Table(
@@ -49,10 +35,8 @@ FLOVER = Table(
     ),
 )
 
-_S3_ROWS = each("models", ..., ...)
 
-
-def _of_paper(figure: str) -> Callable[[Place], str]:
+def _of_paper(figure: str) -> Cell:
     def cell(row: Place) -> str:
         _, model, policy = row.at
         values = row.above(0).get("paper").get(model, {}).get(figure, ())
@@ -72,7 +56,7 @@ def _within_slo(row: Place) -> str:
 S3 = Table(
     what="{arguments[num_requests]} requests of ShareGPT's lengths, all at once, A100 80 GB as "
     "rooflines",
-    rows=_S3_ROWS,
+    rows="models.*.*",
     columns=(
         ("model", "{at[1]}"),
         ("policy", key()),
@@ -87,20 +71,17 @@ S3 = Table(
     how="simulated",
     below=lost(
         "output tokens/s",
-        _S3_ROWS,
-        lambda row: Spread.of([row.number("output_tokens_per_s")]),
+        "models.*.*",
+        "output_tokens_per_s",
         place="{at[1]}",
+        is_measured=False,
     ),
 )
 
 
 # ---- conversations ----
 
-
-def _last_points(whole: Place) -> Iterator[Place]:
-    return (curve.inside("points", -1) for curve in each("sets", ..., "policies", ...)(whole))
-
-
+_LAST_POINTS = "sets.*.policies.*.points.-1"
 _ROUNDS = "{above2[min_rounds]} or more, {above2[reaction_s]:g} s"
 _PANEL = "{above2[figure]}, {above2[model]}"
 
@@ -114,6 +95,10 @@ def _at_bound(row: Place) -> str:
     return linked(served, ".2f", row.link)
 
 
+def _served_at(whole: Place) -> str:
+    return f"requests/s at {whole.number('arguments', 'bound'):g} s a token"
+
+
 def _prefix(row: Place) -> PrefixCounts:
     return PrefixCounts.of(row.get("engine"))
 
@@ -122,7 +107,7 @@ def _conversations_columns(whole: Place) -> tuple[Column, ...]:
     return (
         ("rounds, reaction", _ROUNDS),
         ("policy", key(3)),
-        (f"requests/s at {whole.get('arguments')['bound']:g} s a token", _at_bound),
+        (_served_at(whole), _at_bound),
         ("of stateless", "{above4[of_stateless]:.2f?}"),
         ("requests/s at the highest rate", "{requests_per_s:~.2f}"),
         ("p90 s/token there", "{normalised_latency_s[p90]:~.3f s}"),
@@ -138,13 +123,13 @@ def _simulated_or_runs(whole: Place) -> str | None:
 
 CONVERSATIONS = Table(
     what="{arguments[num_conversations]} conversations a rate, {arguments[model]}",
-    rows=_last_points,
+    rows=_LAST_POINTS,
     columns=_conversations_columns,
     how=_simulated_or_runs,
     below=lost(
         "p90 s/token at the highest rate",
-        _last_points,
-        lambda row: row.spread("normalised_latency_s", "p90"),
+        _LAST_POINTS,
+        "normalised_latency_s[p90]",
         policy=3,
         place=_ROUNDS,
         is_lower_better=True,
@@ -162,48 +147,48 @@ def _pensieve_columns(whole: Place) -> tuple[Column, ...]:
         ("figure", _PANEL),
         ("rounds, reaction", _ROUNDS),
         ("policy", key(3)),
-        (f"requests/s at {whole.number('arguments', 'bound'):g} s a token", _at_bound),
+        (_served_at(whole), _at_bound),
         ("of stateless", "{above4[of_stateless]:.2f?}"),
         ("thesis", _thesis_gain),
         ("p90 s/token at the lowest rate", "{points[0][normalised_latency_s][p90]:.3f s}"),
     )
 
 
-def _reached_bounds(whole: Place) -> Iterator[Place]:
-    return (
+def _reached_bounds(whole: Place) -> list[Place]:
+    return [
         curve
-        for curve in each("sets", ..., "policies", ...)(whole)
+        for curve in whole.each("sets.*.policies.*")
         if "auto" in curve.above(2).get("policies")
         if curve.get("requests_per_s_at_bound") is not None
-    )
+    ]
+
+
+_LOST_AT_BOUND = lost(
+    _served_at, _reached_bounds, "requests_per_s_at_bound", place=_PANEL, is_measured=False
+)
 
 
 def _pensieve_below(whole: Place) -> list[str]:
-    sentence = lost(
-        f"requests/s at {whole.number('arguments', 'bound'):g} s a token",
-        _reached_bounds,
-        lambda row: Spread.of([row.get("requests_per_s_at_bound")]),
-        place=_PANEL,
-    )
     header = ("figure 3.14", "requests/s", "hit with LRU", "with cost over time")
     header += ("tokens recomputed with LRU", "with cost over time", "fewer")
     rows = list(_evictions(whole))
-    return [*sentence(whole), table(header, rows) if rows else ""]
-
-
-def _by_rate(panel: Place, policy: str) -> dict[float, Place]:
-    points = each("policies", policy, "points", ...)(panel)
-    return {point.number("rate"): point for point in points}
+    return [*_LOST_AT_BOUND(whole), table(header, rows) if rows else ""]
 
 
 def _evictions(whole: Place) -> Iterator[list[str]]:
     """Yield the rates of figure 3.14 that both policies played and at which LRU evicted tokens."""
-    for panel in each("sets", ...)(whole):
+    for panel in whole.each("sets.*"):
         if not {"pensieve_lru", "pensieve"} <= panel.get("policies").keys():
             continue
-        lru, ours = (_by_rate(panel, policy) for policy in ("pensieve_lru", "pensieve"))
+        lru, ours = (
+            {
+                each.number("rate"): _prefix(each)
+                for each in panel.each(f"policies.{policy}.points.*")
+            }
+            for policy in ("pensieve_lru", "pensieve")
+        )
         for rate in sorted(lru.keys() & ours.keys()):
-            before, after = _prefix(lru[rate]), _prefix(ours[rate])
+            before, after = lru[rate], ours[rate]
             if before.evicted:
                 yield [
                     panel.get("model"),
@@ -219,15 +204,14 @@ def _evictions(whole: Place) -> Iterator[list[str]]:
 PENSIEVE = Table(
     what="ShareGPT's conversations for {arguments[seconds]:.0f} s, A100 80 GB as "
     "{arguments[efficiency]:.0%} of its rooflines",
-    rows=each("sets", ..., "policies", ...),
+    rows="sets.*.policies.*",
     columns=_pensieve_columns,
     how="simulated",
     below=_pensieve_below,
 )
-
 SCATTERED = Table(
     what="{arguments[batch]} rows of {arguments[queries]} tokens, milliseconds",
-    rows=each("contexts", ...),
+    rows="contexts.*",
     columns=(
         ("context", "{context:.0f}"),
         ("over pages", "{over_pages_s:@~.2f /ms}"),
@@ -235,10 +219,9 @@ SCATTERED = Table(
         ("one token at a time", "{one_token_at_a_time_s:~.2f /ms}"),
     ),
 )
-
 RESTORE = Table(
     what="Pages of {page_bytes:.2f MB}, {arguments[model]}",
-    rows=each("points", ...),
+    rows="points.*",
     columns=(
         ("slot", "{situation:words}"),
         ("tokens", "{length:,}"),

@@ -14,11 +14,13 @@ from benchmarks.figures.results import Place, ResultFileError
 # A difference below this share is no loss.
 _LEAST_LOSS = 0.0005
 
-
-Cell = Callable[[Place], str]
-# A heading, and what is below it: a function of a place, or a text with fields, see `Field`.
-Column = tuple[str, Cell | str]
-Rows = Callable[[Place], Iterable[Place]]
+# A function of a place, or a text with fields, see `Field`.
+Cell = Callable[[Place], str] | str
+# A heading, and what is below it.
+Column = tuple[str, Cell]
+Columns = Sequence[Column] | Callable[[Place], Sequence[Column]]
+# A path, see `Place.each`, or a function of the whole result.
+Rows = str | Callable[[Place], Iterable[Place]]
 
 
 @final
@@ -32,20 +34,17 @@ class Table:
       below: sentences and further tables.
     """
 
-    what: Cell | str
+    what: Cell
     rows: Rows
-    columns: Sequence[Column] | Callable[[Place], Sequence[Column]]
+    columns: Columns
     how: str | Callable[[Place], str | None] | None = None
     below: Callable[[Place], Iterable[str]] = lambda _: ()
 
     def __call__(self, whole: Place) -> str:
         """Return the caption, the table, and the text below it."""
         how = self.how(whole) if callable(self.how) else self.how
-        return joined(
-            caption(whole, show_in(self.what, whole), how=how),
-            drawn(self.columns, self.rows, whole),
-            *self.below(whole),
-        )
+        first = caption(whole, show_in(self.what, whole), how=how)
+        return joined(first, drawn(self.columns, self.rows, whole), *self.below(whole))
 
 
 class _Fields(dict[str, Any]):
@@ -64,7 +63,7 @@ class _Fields(dict[str, Any]):
 
 
 # Units by their names in formats.
-_UNITS = {"s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": 1e9}
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "MB": 1e6, "GB": 1e9, "T": 1e12}
 _FORMAT = re.compile(r"(@?)(~?)([^ ?]*)(?: (/?)(\w+))?(\??)")
 
 
@@ -76,9 +75,10 @@ class Field:
     "{here}" is the place itself, "{above2[figure]}" is of the object two keys below the result that
     contains it, and "{at[1]}" is a key of the place.
 
-    The format is Python's, such as ",.0f", or "words" for an identifier. Before it, "@" links a
-    number to its file and "~" shows the median and the range of a measured figure. After it, a unit
-    of `_UNITS` is shown, or with "/" only divides; "?" leaves out what was not measured.
+    The format is Python's, such as ",.0f", or "words" for an identifier, or "num" for the length of
+    a list. Before it, "@" links a number to its file and "~" shows the median and the range of a
+    measured figure. After it, a unit of `_UNITS` is shown, or with "/" only divides; "?" leaves out
+    what was not measured.
     """
 
     place: Place
@@ -98,8 +98,8 @@ class Field:
             link = self.place.link if links else None
             return shown(self.spread().over(per), form, shown_unit, link)
         value = self.place.get(*self.keys)
-        if form == "words":
-            return name(value)
+        if form in ("words", "num"):
+            return name(value) if form == "words" else str(len(value))
         if not form:
             return "" if value is None else str(value)
         text = format(self.place.number(*self.keys) / per if form[-1] in "f%eg" else value, form)
@@ -111,50 +111,46 @@ class Field:
         if isinstance(found, dict):
             low, high = found["range"]
             return Spread(found["median"], low, high, self.place.repeats)
-        depth = self._depth_of_runs()
-        return self.place.inside(*self.keys[:depth]).spread(*self.keys[depth:])
+        runs, rest = self._runs()
+        return runs.spread(*rest)
 
-    def _depth_of_runs(self) -> int:
+    def _runs(self) -> tuple[Place, tuple[str | int, ...]]:
+        """Return the innermost object with runs, and the keys of the value in it."""
         depths = range(len(self.keys) - 1, -1, -1)
-        return next((i for i in depths if "runs" in self.place.get(*self.keys[:i])), 0)
+        depth = next((i for i in depths if "runs" in self.place.get(*self.keys[:i])), 0)
+        return self.place.inside(*self.keys[:depth]), self.keys[depth:]
 
     def _was_measured(self) -> bool:
         try:
-            runs = self.place.inside(*self.keys[: (depth := self._depth_of_runs())])
+            runs, rest = self._runs()
             first = runs.inside("runs", 0) if "runs" in runs.get() else runs
+            return first.get(*rest) is not None
         except ResultFileError:
             return False
-        return first.optional(*self.keys[depth:]) is not None
 
 
-def show_in(cell: Cell | str, place: Place) -> str:
+def show_in(cell: Cell, place: Place) -> str:
     """Return what a cell shows of a place."""
     return cell.format_map(_Fields(place)) if isinstance(cell, str) else cell(place)
 
 
-def drawn(
-    columns: Sequence[Column] | Callable[[Place], Sequence[Column]], rows: Rows, whole: Place
-) -> str:
+def drawn(columns: Columns, rows: Rows, whole: Place) -> str:
     """Return a table with a row for each place."""
     given = columns(whole) if callable(columns) else columns
-    cells = [[show_in(cell, place) for _, cell in given] for place in rows(whole)]
+    places = whole.each(rows) if isinstance(rows, str) else rows(whole)
+    cells = [[show_in(cell, place) for _, cell in given] for place in places]
     return table([heading for heading, _ in given], cells)
 
 
-def each(*path: Any) -> Rows:
-    """Return the rows at a path of keys, in which `...` stands for every key or position."""
+def if_at(key: str | int, depth: int, cell: Cell, above: int | None = None) -> Cell:
+    """Show a cell, of an object above the place if asked for, where a key of the place is this."""
 
-    def rows(whole: Place) -> Iterator[Place]:
-        found = [whole]
-        for key in path:
-            found = [
-                place.inside(inner)
-                for place in found
-                for inner in ([name for name, _ in place.items()] if key is ... else [key])
-            ]
-        yield from found
+    def shown_there(place: Place) -> str:
+        if place.at[depth] != key:
+            return ""
+        return show_in(cell, place if above is None else place.above(above))
 
-    return rows
+    return shown_there
 
 
 def key(depth: int = -1) -> Cell:
@@ -174,11 +170,10 @@ def joined(*parts: str) -> str:
 
 def caption(result: Place, what: str, *, how: str | None = None) -> str:
     """Return what a table shows, on which machine, from which file, and from how many runs."""
+    file = result.linked(result.path.stem)
+    sentence = f"{what}, on {where(result)} ({file}); {how or runs(result)}."
     note = result.data.get("note")
-    sentences = (
-        f"{what}, on {where(result)} ({result.linked(result.path.stem)}); {how or runs(result)}."
-    )
-    return f"{sentences} {note}" if note else sentences
+    return f"{sentence} {note}" if note else sentence
 
 
 def runs(result: Place) -> str:
@@ -191,6 +186,8 @@ def runs(result: Place) -> str:
 def where(result: Place) -> str:
     """Return the machine in words."""
     device = result.above(0).get("device")
+    if isinstance(device, str):  # of PyTorch
+        return device
     if device["platform"] != "cpu":
         return f"{device['count']} x {device['kind']}"
     return f"{device['host_cores']} cores of {device['host_cpu']}"
@@ -218,26 +215,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def lost(
-    unit: str,
+    unit: Cell,
     rows: Rows,
-    figure: Callable[[Place], Spread],
+    figure: str,
     *,
     policy: int = -1,
-    place: Cell | str = "",
+    place: Cell = "",
     is_lower_better: bool = False,
+    is_measured: bool = True,
 ) -> Callable[[Place], list[str]]:
-    """Return the sentence of `losses` for the figure of every row.
+    """Return the sentence of `losses` for a figure of every row.
 
     Args:
+      figure: a field, such as "latency_s[p90]".
       policy: the position of the policy's name among the keys of a row.
       place: where a row was measured.
+      is_measured: whether the figure comes from runs, and not from a simulation.
     """
+    keys = tuple(figure.rstrip("]").split("["))
 
     def sentence(whole: Place) -> list[str]:
         sets: dict[str, dict[str, Spread]] = {}
-        for row in rows(whole):
-            sets.setdefault(show_in(place, row), {})[str(row.at[policy])] = figure(row)
-        return [losses(unit, sets, is_lower_better=is_lower_better)]
+        for row in whole.each(rows) if isinstance(rows, str) else rows(whole):
+            own = Field(row, keys).spread() if is_measured else Spread.of([row.number(*keys)])
+            sets.setdefault(show_in(place, row), {})[str(row.at[policy])] = own
+        return [losses(show_in(unit, whole), sets, is_lower_better=is_lower_better)]
 
     return sentence
 
@@ -257,11 +259,10 @@ def losses(
     if not ours:
         return ""
     known = [baseline for baseline in BASELINES if baseline in policies]
-    behind = {place: list(_behind(found, is_lower_better)) for place, found in sets.items()}
     parts = [
-        f"{place}{', '.join(texts)}"
-        for place, texts in ((f"{p}: " if p else "", texts) for p, texts in behind.items())
-        if texts
+        f"{place}: {', '.join(texts)}" if place else ", ".join(texts)
+        for place, found in sets.items()
+        if (texts := list(_behind(found, is_lower_better)))
     ]
     sentences = []
     if parts:
@@ -285,11 +286,9 @@ def behind_by(own: Spread, other: Spread, *, is_lower_better: bool = False) -> f
 
 def _behind(found: Mapping[str, Spread], is_lower_better: bool) -> Iterator[str]:
     """Yield, for each policy that is behind a baseline, the baselines and the shares."""
-    for policy in PREDICTING:
+    for policy in (each for each in PREDICTING if each in found):
         texts = []
-        for baseline in BASELINES:
-            if policy not in found or baseline not in found:
-                continue
+        for baseline in (each for each in BASELINES if each in found):
             own, other = found[policy], found[baseline]
             share = behind_by(own, other, is_lower_better=is_lower_better)
             if share is not None:

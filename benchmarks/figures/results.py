@@ -136,6 +136,25 @@ class Place:
         name = self._named((*self.at, *keys))
         raise ResultFileError(f"{self.path}: {name!r} is {found!r}, and should hold several")
 
+    def each(self, paths: str) -> list[Place]:
+        """Return the objects at paths of keys, such as "policies.*.points.*".
+
+        "*" stands for every key or position, a number for a position; several paths are separated
+        by spaces.
+        """
+        found: list[Place] = []
+        for path in paths.split():
+            places = [self]
+            for key in path.split("."):
+                own = int(key) if key.lstrip("-").isdecimal() else key
+                places = [
+                    place.inside(inner)
+                    for place in places
+                    for inner in ([name for name, _ in place.items()] if key == "*" else [own])
+                ]
+            found += places
+        return found
+
     @staticmethod
     def _named(keys: Sequence[str | int]) -> str:
         return ".".join(map(str, keys))
@@ -151,9 +170,9 @@ def is_quantised(result: Place) -> bool:
     return result.data.get("quantize") is not None
 
 
-def by_policy(result: Place, part: str) -> dict[str, list[int]]:
-    """Return the positions of each policy's points in one part of a result."""
-    positions: dict[str, list[int]] = {}
-    for i, _ in result.items(part):
-        positions.setdefault(result.get(part, i, "policy"), []).append(i)
-    return positions
+def by_policy(result: Place, part: str) -> dict[str, list[Place]]:
+    """Return each policy's points in one part of a result."""
+    found: dict[str, list[Place]] = {}
+    for point in result.each(f"{part}.*"):
+        found.setdefault(point.get("policy"), []).append(point)
+    return found

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.markdown import Markdown
 
-from benchmarks.common.harness import show
 from benchmarks.figures import cells, exegpt, papers
 from benchmarks.figures.render import (
     Cell,
@@ -16,14 +16,13 @@ from benchmarks.figures.render import (
     Table,
     caption,
     drawn,
-    each,
+    if_at,
     joined,
     key,
     lost,
     name,
     runs,
     show_in,
-    shown,
     table,
     where,
 )
@@ -51,11 +50,10 @@ def offline(results: Sequence[Place]) -> list[str]:
         ("cold start", "{startup[cold][ready_s]:.0f s?}"),
         ("warm start", "{startup[warm][ready_s]:.0f s?}"),
     )
-    rows = [[show_in(cell, each) for _, cell in columns] for each in results]
-    first = [table([heading for heading, _ in columns], rows), *[""] * (len(results) - 1)]
+    above = [drawn(columns, lambda _: results, results[0]), *[""] * (len(results) - 1)]
     return [
-        joined(above, peers(result) if result.has_peers else "")
-        for above, result in zip(first, results, strict=True)
+        joined(text, peers(result) if result.has_peers else "")
+        for text, result in zip(above, results, strict=True)
     ]
 
 
@@ -76,38 +74,32 @@ def peers(result: Place) -> str:
     bits = ", weights in {quantize}" if is_quantised(result) else ""
     what = "{num_requests} {workload} requests, {model}" + bits + ", every engine in turns"
     how = "medians of {compare[repeats]} whole runs (least to most)"
-    what, how = (show_in(each, result) for each in (what, how))
-    return joined(caption(result, what, how=how), engines(result.inside("compare")))
+    first = caption(result, show_in(what, result), how=show_in(how, result))
+    return joined(first, engines(result.inside("compare")))
 
 
 def engines(compared: Place) -> str:
     """Return every engine of a comparison, and a sentence of where ours is behind."""
     rows, behind = [], []
     fewer = list(compared.get().get("fewer") or ())
-    for engine, figures in compared.items("engines"):
-        if figures.get("error"):
-            why = " ".join(figures["error"].split())
-            rows.append([name(engine), compared.linked("failed"), why, "", *[""] * len(fewer)])
+    for own in compared.each("engines.*"):
+        engine = name(str(own.at[-1]))
+        if own.get("error"):
+            why = " ".join(own.get("error").split())
+            rows.append([engine, compared.linked("failed"), why, "", *[""] * len(fewer)])
             continue
-        own = compared.inside("engines", engine)
-        faster_by = own.spread("jaxserve_is_faster_by")
-        cells = [
-            name(engine),
-            shown(own.spread("output_tokens_per_s"), ".0f", link=compared.link),
-            shown(faster_by, ".2f"),
-            shown(own.spread("startup_s"), ".1f", " s"),
-        ]
-        if faster_by.median < 1:
-            behind.append(f"{name(engine)}: {shown(faster_by, '.2f')} times its speed")
-        for count in fewer:
-            of_fewer = compared.inside("fewer", count, engine)
-            ratio = of_fewer.spread("jaxserve_is_faster_by")
-            rate = shown(of_fewer.spread("output_tokens_per_s"), ".0f")
-            cells.append(f"{rate}, {shown(ratio, '.2f')} times")
-            if ratio.median < 1:
-                speed = f"{shown(ratio, '.2f')} times its speed"
-                behind.append(f"{name(engine)} at {count} of them: {speed}")
-        rows.append(cells)
+        row = ["{output_tokens_per_s:@~.0f}", "{jaxserve_is_faster_by:~.2f}", "{startup_s:~.1f s}"]
+        rows.append([engine, *(show_in(cell, own) for cell in row)])
+        places = {
+            "": own,
+            **{f" at {n} of them": compared.inside("fewer", n, own.at[-1]) for n in fewer},
+        }
+        for at, place in places.items():
+            faster = show_in("{jaxserve_is_faster_by:~.2f}", place)
+            if at:
+                rows[-1].append(f"{show_in('{output_tokens_per_s:~.0f}', place)}, {faster} times")
+            if place.spread("jaxserve_is_faster_by").median < 1:
+                behind.append(f"{engine}{at}: {faster} times its speed")
     header = ["engine", "output tokens/s", "jaxserve is faster by", "start-up"]
     header += [f"{count} of them: tokens/s, faster by" for count in fewer]
     lost = f"jaxserve is behind {' and '.join(behind)}." if behind else "No engine is faster."
@@ -123,18 +115,15 @@ def _policies_workload(whole: Place) -> str:
     when = "all at once" if arrivals in (None, "all") else f"arrivals {arrivals}"
     if arrivals is None and given["workload"].startswith("recorded:"):
         when = "as they were recorded"
+    pool = f", a page pool of {given['kv_memory']}" if given.get("kv_memory") else ""
+    slots = f", at most {given['max_slots']} at once" if given.get("max_slots") else ""
     what = f"{given['num_requests']} {given['workload']} requests, {when}, {given['model']}"
-    if given.get("kv_memory"):
-        what += f", a page pool of {given['kv_memory']}"
-    if given.get("max_slots"):
-        what += f", at most {given['max_slots']} at once"
-    return what
+    return f"{what}{pool}{slots}"
 
 
-_POLICY_ROWS = each("policies", ...)
 POLICIES = Table(
     what=_policies_workload,
-    rows=_POLICY_ROWS,
+    rows="policies.*",
     columns=(
         ("policy", key()),
         ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
@@ -145,13 +134,11 @@ POLICIES = Table(
         ("iterations", "{engine[num_iterations]:~.0f?}"),
         ("preempted", "{num_preemptions:~.0f?}"),
     ),
-    below=lost("output tokens/s", _POLICY_ROWS, lambda row: row.spread("output_tokens_per_s")),
+    below=lost("output tokens/s", "policies.*", "output_tokens_per_s"),
 )
-
-_ONLINE_ROWS = each("policies", ..., "points", ...)
 ONLINE = Table(
     what="{arguments[num_requests]} {arguments[workload]} requests a rate, {arguments[model]}",
-    rows=_ONLINE_ROWS,
+    rows="policies.*.points.*",
     columns=(
         ("policy", key(1)),
         ("requests/s", "{rate:@.2g}"),
@@ -163,17 +150,16 @@ ONLINE = Table(
     ),
     below=lost(
         "p90 s/token",
-        _ONLINE_ROWS,
-        lambda row: row.spread("normalised_latency_s", "p90"),
+        "policies.*.points.*",
+        "normalised_latency_s[p90]",
         policy=1,
         place="at {rate:.2g} requests/s",
         is_lower_better=True,
     ),
 )
-
 SIMULATE = Table(
     what="Measured and simulated",
-    rows=each("policies", ...),
+    rows="policies.*",
     columns=(
         ("policy", "{policy:words}"),
         ("measured tokens/s", "{measured[output_tokens_per_s]:@~.0f}"),
@@ -186,23 +172,18 @@ SIMULATE = Table(
 )
 
 
-def _grid_rows(whole: Place) -> Iterator[Place]:
-    return (row for row in each("rows", ...)(whole) if row.get("policy") == "auto")
-
-
-def _of_best_other(best: Callable[..., float], *keys: str, links: bool) -> Callable[[Place], str]:
+def _of_best_other(best: Callable[..., float], *keys: str, link: bool = False) -> Cell:
     """Show a figure over the best of the other policies on the same workload and pool."""
 
     def cell(row: Place) -> str:
         place = row.get("workload"), row.get("pool")
         others = [
             other.number(*keys)
-            for other in each("rows", ...)(row.above(0))
-            if (other.get("workload"), other.get("pool")) == place
-            if other.get("policy") != "auto"
+            for other in row.above(0).each("rows.*")
+            if (other.get("workload"), other.get("pool")) == place and other.get("policy") != "auto"
         ]
         ratio = f"{row.number(*keys) / best(others):.3f}"
-        return row.linked(ratio) if links else ratio
+        return row.linked(ratio) if link else ratio
 
     return cell
 
@@ -215,13 +196,13 @@ def _grid_workload(whole: Place) -> str:
 
 POLICIES_GRID = Table(
     what=_grid_workload,
-    rows=_grid_rows,
+    rows=lambda whole: [row for row in whole.each("rows.*") if row.get("policy") == "auto"],
     columns=(
         ("workload", "{workload}"),
         ("pool", "{pool}"),
         ("predictor", "{predictor}"),
-        ("tokens/s over the best other", _of_best_other(max, "output_tokens_per_s", links=True)),
-        ("p99 over it", _of_best_other(min, "latency_s", "p99", links=False)),
+        ("tokens/s over the best other", _of_best_other(max, "output_tokens_per_s", link=True)),
+        ("p99 over it", _of_best_other(min, "latency_s", "p99")),
     ),
     how="simulated",
 )
@@ -255,32 +236,30 @@ def _predictor_data(whole: Place) -> str:
 
 
 PREDICTOR = Table(
-    what=_predictor_data,
-    rows=each("contenders", ...),
-    columns=_predictor_columns,
-    how="one training",
+    what=_predictor_data, rows="contenders.*", columns=_predictor_columns, how="one training"
 )
 
 
 def _probe_rows(whole: Place) -> list[Place]:
     """Return the first figure of each way to predict."""
-    rows = {row.get("name"): row for row in reversed(list(each("figures", ...)(whole)))}
+    rows = {row.get("name"): row for row in reversed(whole.each("figures.*"))}
     return list(reversed(rows.values()))
 
 
 def _probe_columns(whole: Place) -> list[Column]:
-    def at(elapsed: int | None) -> Callable[[Place], str]:
+    figures = {(each.get("name"), each.get("elapsed")): each for each in whole.each("figures.*")}
+
+    def at(elapsed: int | None) -> Cell:
         def cell(row: Place) -> str:
-            for other in each("figures", ...)(whole):
-                if (other.get("name"), other.get("elapsed")) == (row.get("name"), elapsed):
-                    error = f"{other.number('error_tokens'):.0f}"
-                    right = f"({other.number('accuracy'):.0%})"
-                    return f"{row.linked(error) if other == row else error} {right}"
-            return ""
+            other = figures.get((row.get("name"), elapsed))
+            if other is None:
+                return ""
+            error = "{error_tokens:@.0f}" if other == row else "{error_tokens:.0f}"
+            return show_in(f"{error} ({{accuracy:.0%}})", other)
 
         return cell
 
-    found = dict.fromkeys(row.get("elapsed") for row in each("figures", ...)(whole))
+    found = dict.fromkeys(elapsed for _, elapsed in figures)
     columns = [("all" if elapsed is None else f"{elapsed}", at(elapsed)) for elapsed in found]
     return [("", "{name}"), *columns]
 
@@ -300,7 +279,7 @@ PROBE = Table(
 
 STARTUP = Table(
     what="Starts of {model} in new processes",
-    rows=lambda whole: map(whole.inside, ("cold", "warm")),
+    rows="cold warm",
     columns=(
         ("start", key()),
         ("first token", "{first_token_s:@~.1f s}"),
@@ -314,10 +293,9 @@ STARTUP = Table(
         ("resident", "{resident_bytes:~.2f GB}"),
     ),
 )
-
 LOADING = Table(
     what="A random checkpoint",
-    rows=each(),
+    rows=lambda whole: [whole],
     columns=(
         ("checkpoint", "{shape}, {dtype}, {num_shards:.0f} shards"),
         ("size", "{checkpoint_bytes:.2f GB}"),
@@ -340,7 +318,7 @@ def _compiled_model(whole: Place) -> str:
 _COMPILED = {"serial": "one after the other", "parallel": "on a start's threads"}
 COMPILE_TIMES = Table(
     what=_compiled_model,
-    rows=lambda whole: map(whole.inside, _COMPILED),
+    rows=" ".join(_COMPILED),
     columns=(
         ("compiled", lambda row: _COMPILED[str(row.at[0])]),
         ("executables", lambda row: f"{len(row.get('executables')):,}"),
@@ -348,11 +326,6 @@ COMPILE_TIMES = Table(
         ("sum of the seconds of each", "{sum_s:.0f s}"),
     ),
 )
-
-
-def _quality_rows(whole: Place) -> Iterator[Place]:
-    yield whole.inside("unquantised")
-    yield from each("formats", ...)(whole)
 
 
 def _perplexity_ratio(row: Place) -> str:
@@ -363,7 +336,7 @@ def _perplexity_ratio(row: Place) -> str:
 
 QUALITY = Table(
     what="{num_tokens:,.0f} tokens of held-out ShareGPT texts, {model} in {dtype}",
-    rows=_quality_rows,
+    rows="unquantised formats.*",
     columns=(
         ("weights", lambda row: str(row.at[-1])),
         ("size", "{weights_bytes:.0f MB}"),
@@ -378,17 +351,14 @@ QUALITY = Table(
     ],
 )
 
-
 # Fields of a refused configuration that its row names.
 _MAX_UNREAD = 8
 
 
 def _architectures(*outcomes: str) -> Callable[[Place], list[Place]]:
-    def rows(whole: Place) -> list[Place]:
-        every = each("architectures", ...)(whole)
-        return [row for row in every if row.get("outcome") in outcomes]
-
-    return rows
+    return lambda whole: [
+        row for row in whole.each("architectures.*") if row.get("outcome") in outcomes
+    ]
 
 
 def _is_missing(row: Place) -> str:
@@ -401,16 +371,12 @@ def _is_missing(row: Place) -> str:
     return ", ".join(f"`{field}`" for field in unread[:_MAX_UNREAD]) + more
 
 
-def _refused(whole: Place) -> list[str]:
-    columns: tuple[Column, ...] = (
-        ("refused", "`{at[1]}`"),
-        ("class", "{class_name}"),
-        ("nearest family", "{nearest}"),
-        ("what it does not read, or the reason", _is_missing),
-    )
-    return [drawn(columns, _architectures("refused", "disagrees", "fails"), whole)]
-
-
+_REFUSED: tuple[Column, ...] = (
+    ("refused", "`{at[1]}`"),
+    ("class", "{class_name}"),
+    ("nearest family", "{nearest}"),
+    ("what it does not read, or the reason", _is_missing),
+)
 COVERAGE = Table(
     what=lambda whole: "Of {} architectures {} agree, {} are refused, and {} are wrong".format(
         sum(whole.get("counts").values()),
@@ -426,14 +392,14 @@ COVERAGE = Table(
         ("relative error of logits", "{error:@.0e}"),
     ),
     how="tiny random checkpoints, each checked once",
-    below=_refused,
+    below=lambda whole: [drawn(_REFUSED, _architectures("refused", "disagrees", "fails"), whole)],
 )
 
 
 def _slowest_points(whole: Place) -> list[Place]:
     """Return the point of each policy and context whose planning takes longest."""
-    slowest: dict[tuple[str, int | None], tuple[float, Place]] = {}
-    for row in each("points", "here", ...)(whole):
+    slowest: dict[Any, tuple[float, Place]] = {}
+    for row in whole.each("points.here.*"):
         place = row.get("policy"), row.get().get("max_context")
         p99 = row.spread("planning_ms", "p99").median
         if place not in slowest or p99 > slowest[place][0]:
@@ -448,19 +414,19 @@ def _planning_columns(whole: Place) -> list[Column]:
         ("waiting", "{num_waiting:,}"),
         ("context", "{max_context:,.0f?}"),
     ]
-    figures = (
-        ("planning, median", "{planning_ms[p50]:@~.2f}"),
-        ("99th percentile", "{planning_ms[p99]:~.2f}"),
-        ("worst", "{planning_ms[max]:~.1f}"),
-        ("host, median", "{host_ms[p50]:~.2f}"),
-    )
 
     def of(checkout: str, cell: str) -> Cell:
         return lambda row: show_in(cell, row.above(0).inside("points", checkout, row.at[-1]))
 
     names = {"here": "this commit", "against": f"{whole.get('arguments')['against']}"}
     for checkout, _ in whole.items("points"):
-        columns += [(f"{what}, {names[checkout]}", of(checkout, cell)) for what, cell in figures]
+        for what, cell in (
+            ("planning, median", "{planning_ms[p50]:@~.2f}"),
+            ("99th percentile", "{planning_ms[p99]:~.2f}"),
+            ("worst", "{planning_ms[max]:~.1f}"),
+            ("host, median", "{host_ms[p50]:~.2f}"),
+        ):
+            columns.append((f"{what}, {names[checkout]}", of(checkout, cell)))
     return columns
 
 
@@ -478,7 +444,7 @@ def _of_least(row: Place) -> str:
 
 SHARDING = Table(
     what="{rows:.0f} sequences of a model of {model[layers]} layers",
-    rows=each("runs", ...),
+    rows="runs.*",
     columns=(
         ("plan", "{plan}"),
         ("bytes a decode iteration", "{decode[bytes]:@,.0f}"),
@@ -490,29 +456,28 @@ SHARDING = Table(
 )
 
 _FLEETS = {"roles": "one of each role", "whole": "two without roles"}
-_FLEET_TIMES = {
-    "first token": "first_token_s",
-    "answer": "latency_s",
-    "between tokens": "gap_s",
-}
+_FLEET_TIMES = (
+    ("first token", "first_token_s"),
+    ("answer", "latency_s"),
+    ("between tokens", "gap_s"),
+)
 ROLES = Table(
     what="{arguments[num_requests]} prompts of {arguments[prompt_tokens]} tokens, answers of "
     "{arguments[output_tokens]}, arrivals {arguments[arrivals]}",
-    rows=each("fleets", ...),
+    rows="fleets.*",
     columns=(
         ("replicas", lambda row: _FLEETS[str(row.at[1])]),
         ("output tokens/s", "{output_tokens_per_s:@~.0f}"),
         *(
             (f"{what}, {of}", f"{{{figure}[{level}]:~.2f s}}")
-            for what, figure in _FLEET_TIMES.items()
+            for what, figure in _FLEET_TIMES
             for of, level in (("median", "p50"), ("p99", "p99"))
         ),
     ),
 )
-
 GPU_CHECK = Table(
     what="Results and their bars",
-    rows=each("bars", ...),
+    rows="bars.*",
     columns=(
         ("what", "{what}"),
         ("wanted", "{wanted}"),
@@ -528,7 +493,7 @@ GPU_CHECK = Table(
 
 def _of_http(cell: str) -> Cell:
     """Show a cost of HTTP at the row's number of connections."""
-    return lambda row: show_in(cell, row.above(2)) if row.at[3] == "http" else ""
+    return if_at("http", 3, cell, above=2)
 
 
 _HTTP_COLUMNS: tuple[Column, ...] = (
@@ -543,26 +508,22 @@ _HTTP_COLUMNS: tuple[Column, ...] = (
         "arrivals, of the requests that the way itself answers at once",
         "{poisson[share_of_own_rate]:~.0%?}",
     ),
+    ("of the first token outside the engine, mean", _of_http("{costs[outside_engine_s]:~.1f ms}")),
+    ("of the throughput in process", _of_http("{costs[throughput_share]:~.1%}")),
     (
-        "of the first token outside the engine, mean",
-        _of_http("{costs[outside_engine_s]:~.1f ms}"),
+        "first token later than in process, median",
+        _of_http("{costs[first_token_later_s]:~.1f ms}"),
     ),
-    *(
-        column
-        for base, costs in (("in process", "costs"), ("over sockets", "costs_beside_socket"))
-        for column in (
-            (f"of the throughput {base}", _of_http(f"{{{costs}[throughput_share]:~.1%}}")),
-            (
-                f"first token later than {base}, median",
-                _of_http(f"{{{costs}[first_token_later_s]:~.1f ms}}"),
-            ),
-        )
+    ("of the throughput over sockets", _of_http("{costs_beside_socket[throughput_share]:~.1%}")),
+    (
+        "first token later than over sockets, median",
+        _of_http("{costs_beside_socket[first_token_later_s]:~.1f ms}"),
     ),
 )
 
 
 def _http_below(whole: Place) -> Iterator[str]:
-    for point in each("points", ...)(whole):
+    for point in whole.each("points.*"):
         yield from _behind_peers(point)
     for peer, reason in whole.items("failed"):
         yield f"{peer} failed: {reason}"
@@ -572,30 +533,27 @@ def _behind_peers(point: Place) -> Iterator[str]:
     """Yield a sentence for each peer that is ahead of us in some figure at a point."""
     ways = list(point.get("ways"))
     own = [way for way in _OUR_WAYS if way in ways][-1]
-    ours = point.inside("ways", own)
     for peer in (way for way in ways if way not in _OUR_WAYS):
-        theirs, found = point.inside("ways", peer), []
-        rates = [each.spread("at_once", "tokens_per_s").median for each in (theirs, ours)]
+        both, found = [point.inside("ways", way) for way in (peer, own)], []
+        rates = [each.spread("at_once", "tokens_per_s").median for each in both]
         if rates[0] > rates[1]:
             found.append("tokens/s: {:.0f} to {:.0f}".format(*rates))
         for figure, what in (("first_token_s", "first token"), ("token_s", "a token")):
             for level, of in (("p50", "median"), ("p99", "99th percentile")):
-                times = [each.optional_spread("poisson", figure, level) for each in (theirs, ours)]
+                times = [each.optional_spread("poisson", figure, level) for each in both]
                 late = [1e3 * each.median for each in times if each is not None]
                 if len(late) == 2 and late[0] < late[1]:
                     found.append("{}, {}: {:.0f} to {:.0f} ms".format(what, of, *late))
         if found:
-            yield (
-                f"jaxserve ({own}) is behind {peer} at {point.get('connections'):,} connections in "
-                f"{'; '.join(found)}."
-            )
+            at = f"{point.get('connections'):,} connections"
+            yield f"jaxserve ({own}) is behind {peer} at {at} in {'; '.join(found)}."
 
 
 HTTP = Table(
     what="{arguments[workload]} requests to {arguments[model]}, each on its connection: tokens "
     "a second when all come at once, latencies of Poisson arrivals, whose rate is the same for "
     "all ways: half of the requests a second that jaxserve answers in process",
-    rows=each("points", ..., "ways", ...),
+    rows="points.*.ways.*",
     columns=_HTTP_COLUMNS,
     below=_http_below,
 )
@@ -607,13 +565,9 @@ def _structured_workload(whole: Place) -> str:
     return f"{what}, greedy" if given.get("temperature") == 0 else what
 
 
-def _of_without(row: Place) -> str:
-    return show_in("{above0[costs][throughput_share]:~.1%}", row) if row.at == ("with",) else ""
-
-
 STRUCTURED = Table(
     what=_structured_workload,
-    rows=lambda whole: map(whole.inside, ("with", "without")),
+    rows="with without",
     columns=(
         ("answers", "{at[0]} schemas"),
         ("output tokens/s", "{tokens_per_s:@~.0f}"),
@@ -621,7 +575,7 @@ STRUCTURED = Table(
         ("masks a token, on host threads", "{mask_token_s:~.2f ms}"),
         ("forced", "{forced_share:~.0%}"),
         ("device idle for the host", "{host_gap_share:~.0%}"),
-        ("of the throughput without", _of_without),
+        ("of the throughput without", if_at("with", 0, "{above0[costs][throughput_share]:~.1%}")),
     ),
 )
 
@@ -638,7 +592,7 @@ _SCORES = (
 )
 INVARIANCE = Table(
     what="{num_requests:.0f} {arguments[workload]} requests, {arguments[model]}, in random batches",
-    rows=each("ways", ...),
+    rows="ways.*",
     columns=(
         ("steps", "{at[1]}"),
         ("pairs", "{num_pairs:@,.0f}"),
@@ -649,20 +603,13 @@ INVARIANCE = Table(
     ),
     below=lambda whole: [show_in(_SCORES, whole)],
 )
-
-
-def _drawn_tokens(whole: Place) -> str:
-    first = next(iter(whole.get("modes")))
-    return show_in(
-        f"{{modes[{first}][num_tokens]:,}} drawn tokens of {{arguments[model]}} in each mode, "
-        "beside the trainer's log-probabilities in float32",
-        whole,
-    )
-
-
+_DRAWN = (
+    "{num_tokens:,} drawn tokens of {above0[arguments][model]} in each mode, beside the trainer's "
+    "log-probabilities in float32"
+)
 RESIDUAL = Table(
-    what=_drawn_tokens,
-    rows=each("modes", ...),
+    what=lambda whole: show_in(_DRAWN, whole.each("modes.*")[0]),
+    rows="modes.*",
     columns=(
         ("serving", "{at[1]}"),
         ("tokens with other bits", "{num_different:@,.0f}"),
@@ -674,26 +621,15 @@ RESIDUAL = Table(
 )
 
 
-def _adapter_rows(whole: Place) -> Iterator[Place]:
-    yield whole.inside("without")
-    yield from each("cases", ...)(whole)
-
-
-def _num_adapters(row: Place) -> str:
-    return "none can be loaded" if row.at == ("without",) else f"{row.get('num_adapters'):,}"
-
-
-def _kept_by_adapters(row: Place) -> str:
-    return "1.00" if row.at == ("without",) else show_in("{share_of_throughput:~.2f}", row)
+def _with_adapters(without: str, cell: str) -> Cell:
+    return lambda row: without if row.at == ("without",) else show_in(cell, row)
 
 
 def _adapters_below(whole: Place) -> list[str]:
-    cases = each("cases", ...)(whole)
-    kept = [(row, row.number("share_of_throughput", "median")) for row in cases]
     short = [
-        f"{row.get('num_adapters'):,} adapters ({share:.3f})"
-        for row, share in kept
-        if share < _LEAST_ADAPTED
+        show_in("{num_adapters:,} adapters ({share_of_throughput[median]:.3f})", row)
+        for row in whole.each("cases.*")
+        if row.number("share_of_throughput", "median") < _LEAST_ADAPTED
     ]
     said = f"Less than {_LEAST_ADAPTED} of the throughput without: {'; '.join(short)}."
     load = show_in("Loading one from arrays takes {load_s:.2f s} (median).", whole)
@@ -711,16 +647,16 @@ def _adapters_workload(whole: Place) -> str:
 
 ADAPTERS = Table(
     what=_adapters_workload,
-    rows=_adapter_rows,
+    rows="without cases.*",
     columns=(
-        ("adapters in the batch", _num_adapters),
+        ("adapters in the batch", _with_adapters("none can be loaded", "{num_adapters:,}")),
         ("output tokens/s", "{tokens_per_s:@~.0f}"),
-        ("of the throughput without", _kept_by_adapters),
+        ("of the throughput without", _with_adapters("1.00", "{share_of_throughput:~.2f}")),
     ),
     below=_adapters_below,
 )
 
-_SPECULATING = each("cases", ..., "is_faster_by", ...)
+_SPECULATING = "cases.*.is_faster_by.*"
 
 
 def _of_proposer(cell: str) -> Cell:
@@ -728,14 +664,10 @@ def _of_proposer(cell: str) -> Cell:
 
 
 def _speculation_below(whole: Place) -> list[str]:
-    behind = []
-    for row in _SPECULATING(whole):
-        faster, case = row.number("median"), row.above(2)
-        if faster < _LEAST_SPECULATING:
-            place = f"{case.get('kind')}, {case.get('num_requests'):,} requests, {row.at[3]}"
-            behind.append(f"{place} ({faster:.2f})")
-    said = f"Less than {_LEAST_SPECULATING} of the speed without: {'; '.join(behind)}."
-    parts = [said if behind else ""]
+    said = "{above2[kind]}, {above2[num_requests]:,} requests, {at[3]} ({median:.2f})"
+    slow = [row for row in whole.each(_SPECULATING) if row.number("median") < _LEAST_SPECULATING]
+    behind = "; ".join(show_in(said, row) for row in slow)
+    parts = [f"Less than {_LEAST_SPECULATING} of the speed without: {behind}." if slow else ""]
     for kind, _ in whole.items("peers"):
         parts += [
             f"Every engine with its own lookup decoding, prompts of the kind `{kind}`:",
@@ -759,6 +691,155 @@ SPECULATION = Table(
     ),
     below=_speculation_below,
 )
+
+
+# ---- kinds that are on no page: their results are read by `scripts.gpu_check`, or by nobody ----
+
+EMBEDDINGS = Table(
+    what="{arguments[num_texts]} texts of {num_tokens:,} tokens",
+    rows="jaxserve transformers",
+    columns=(
+        ("engine", key()),
+        ("texts/s", "{texts_per_s:~.1f}"),
+        ("tokens/s", "{tokens_per_s:~,.0f}"),
+        ("times transformers", if_at("jaxserve", 0, "{above0[times_transformers]:~.2f}")),
+    ),
+)
+
+
+def _either(row: Place, checkout: str) -> str:
+    figures = row.above(2).get(checkout)
+    return f"{figures[row.at[3]]:.4g}"
+
+
+BASELINE = Table(
+    what="This checkout beside another one",
+    rows="measurements.*.ratios.*",
+    columns=(
+        ("measurement", "{at[1]}"),
+        ("figure", "{at[3]}"),
+        ("here", lambda row: _either(row, "here")),
+        ("against", lambda row: _either(row, "against")),
+        ("ratio", "{median:.3f}"),
+        ("range", "{range[0]:.3f} to {range[1]:.3f}"),
+    ),
+)
+_MACHINE = (
+    "copy {machine[copy_bytes_per_s]:.0f GB}/s, products {machine[product_flops_per_s]:.2f T}FLOP/s"
+)
+_PEERS = ("jax_paged", "cudnn_dense", "cudnn_paged")
+KERNELS = Table(
+    what=_MACHINE,
+    rows="shapes.* moves.* products.*",
+    columns=(
+        ("", "{at[0]}"),
+        ("shape", "{shape}"),
+        ("us", "{seconds:,.1f /us}"),
+        ("GB/s", "{bytes_per_s:,.0f /GB}"),
+        ("of bound", "{of_bound:.0%}"),
+        ("TFLOP/s", "{flops_per_s:.2f /T?}"),
+        ("error", "{error:.1e?}"),
+        ("XLA, us", "{xla_s:,.1f /us?}"),
+        ("dense, us", "{dense_s:,.1f /us?}"),
+        *((f"{peer}, us", f"{{peers[{peer}][seconds]:,.1f /us?}}") for peer in _PEERS),
+    ),
+    how="one run",
+)
+KERNEL_PEERS = Table(
+    what="Attention",
+    rows="shapes.*.peers.*",
+    columns=(
+        ("shape", "{above2[shape]}"),
+        ("peer", key()),
+        ("us", "{seconds:,.1f /us?}"),
+        ("error", "{error:.1e?}"),
+        ("", "{reason:?}"),
+    ),
+    how="one run",
+)
+KERNELS_CPU = Table(
+    what="{machine[flops_per_s]:.2f /GB} Gflop/s, {machine[bytes_per_s]:.2f GB}/s",
+    rows="cases.*",
+    columns=(
+        ("case", "{at[1]}"),
+        ("ms", "{ms:.2f}"),
+        ("least ms", "{least_ms:.2f}"),
+        ("Gflop/s", "{gflop_per_s:.2f}"),
+        ("GB/s", "{gb_per_s:.2f}"),
+        ("of roofline", "{of_roofline:.2f}"),
+    ),
+)
+TUNE = Table(
+    what="{kind}, {heads}",
+    rows="tried.*",
+    columns=(
+        ("tried", "{place}={value}"),
+        ("us", lambda row: ", ".join(f"{s * 1e6:,.1f}" for s in row.get().get("seconds", ()))),
+        ("score", "{score:.3f?}"),
+        ("", "{reason:?}"),
+    ),
+    how="one run",
+)
+_PARTS = {
+    "products_s": "matrix products",
+    "attention_s": "attention and KV writes",
+    "sampling_s": "choosing tokens",
+    "other_s": "everything else",
+    "step_s": "the step in the run",
+}
+DECODE_STEP: tuple[Column, ...] = (
+    ("one decode step", lambda row: _PARTS[str(row.at[-1])]),
+    ("ms", "{here:.1f /ms}"),
+    ("share", lambda row: f"{row.number() / row.above(1).number('step_s'):.0%}"),
+)
+_BATCHES: tuple[Column, ...] = (
+    ("batch", "{batch_size}"),
+    ("ms a step", "{decode_step_s:.3f /ms?}{does_not_fit:?}"),
+    ("tokens/s", "{decode_tokens_per_s:,.0f?}"),
+    ("of bound", "{of_bound:.0%?}"),
+    ("host gap", "{host_gap_share:.1%?}"),
+    ("tokens/s with prompts", "{output_tokens_per_s:,.0f?}"),
+)
+
+
+def _decode_below(whole: Place) -> Iterator[str]:
+    for row in whole.each("prefill.*"):
+        prompts = "{prompts} prompts of {prompt_tokens}: {tokens_per_s:,.0f} tokens/s, "
+        yield show_in(prompts + "{of_bound:.0%} of the bound", row)
+    for row in whole.each("traces.*") if "traces" in whole.data else ():
+        yield show_in("batch {batch_size}: device idle {idle_share:.1%}", row)
+
+
+DECODE = Table(
+    what="{model}, {precision}, KV in {kv_dtype}",
+    rows="batches.*",
+    columns=_BATCHES,
+    how="one run",
+    below=_decode_below,
+)
+DECODE_PEER = Table(
+    what="transformers, {model}, {precision}, {attention}",
+    rows="batches.*",
+    columns=_BATCHES,
+    how="one run",
+)
+CHOICES = Table(
+    what="{layers} layers of {model}, flags: {xla_flags}",
+    rows="choices.*",
+    columns=(("layers", "{layout}"), *_BATCHES),
+    how="one run",
+)
+PREDICTED_DECODE: tuple[Column, ...] = (
+    ("batch", "{batch_size}"),
+    ("context", "{context:,}"),
+    ("products", "{products_s:.2f /ms}"),
+    ("keys and values", "{keys_and_values_s:.2f /ms}"),
+    ("head", "{head_s:.2f /ms}"),
+    ("launches", "{launches_s:.2f /ms}"),
+    ("step, ms", "{step_s:.2f /ms}"),
+    ("tokens/s", lambda row: f"{row.get('batch_size') / row.get('step_s'):,.0f}"),
+)
+
 
 # Page -> kind of result, in the order of the page -> heading and table. An entry here shows a new
 # kind: on its page, and on stderr when it is measured. Offline results share a table.
@@ -815,6 +896,19 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
     },
 }
 TABLES = {kind: entry for kinds in PAGES.values() for kind, entry in kinds.items()}
+# Kinds that are shown on stderr alone.
+SHOWN: dict[str, Callable[[Place], str]] = {
+    "embeddings": EMBEDDINGS,
+    "baseline": BASELINE,
+    "kernels": KERNELS,
+    "kernel_peers": KERNEL_PEERS,
+    "kernels.cpu": KERNELS_CPU,
+    "tune": TUNE,
+    "decode": DECODE,
+    "decode_peer": DECODE_PEER,
+    "choices": CHOICES,
+    "predicted_decode": lambda whole: drawn(PREDICTED_DECODE, "rows.*", whole),
+}
 
 
 def tables(kind: str, results: Sequence[Place]) -> list[str]:
@@ -823,16 +917,21 @@ def tables(kind: str, results: Sequence[Place]) -> list[str]:
     Raises:
       ResultFileError: a file lacks a field of its kind, or the runs of its figures.
     """
-    _, make = TABLES[kind]
+    make = SHOWN[kind] if kind in SHOWN else TABLES[kind][1]
     return offline(results) if make is None else [make(result) for result in results]
 
 
 def show_result(data: dict[str, Any]) -> None:
     """Print the table of a result that was just measured on stderr; nothing for other kinds."""
     kind = data["benchmark"]
-    if kind in TABLES:
+    if kind in TABLES or kind in SHOWN:
         try:
-            (text,) = tables(kind, [Place(Path(f"{kind}.json"), data, "")])
+            whole = Place(Path(f"{kind}.json"), data, "")
+            (text,) = tables(kind, [whole])
+            if kind == "offline" and data["decode_step"]:
+                text = joined(text, drawn(DECODE_STEP, "decode_step.*", whole))
         except ResultFileError as error:  # what the budget did not allow is not there
             text = str(error)
-        show(Markdown(text))
+        console = Console(stderr=True)
+        console.width = max(console.width, 120)  # also without a terminal
+        console.print(Markdown(text))

@@ -249,8 +249,7 @@ OPTIONS = (
     repeats("way at every number of connections"),
     *policy_options("auto"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "http")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "http")
 
 
 if __name__ == "__main__":

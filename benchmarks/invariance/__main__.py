@@ -234,8 +234,7 @@ OPTIONS = (
     repeats("mode"),
     *policy_options("auto"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "invariance", is_whole=_is_whole)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "invariance", is_whole=_is_whole)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64
 
-from benchmarks.common.harness import Benchmark, option
-from jaxserve.core.errors import InvalidConfigError
+from benchmarks.common.harness import Benchmark, option, some_of
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -38,10 +37,7 @@ _ROWS = 4
 def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.execution.compilation import enable_compilation_cache
 
-    modes = [mode.strip() for mode in options.modes.split(",")]
-    unknown = sorted(set(modes) - set(MODES))
-    if unknown:
-        raise InvalidConfigError(f"--modes has {unknown}; pass some of {list(MODES)}")
+    modes = some_of(options.modes, "--modes", MODES)
     enable_compilation_cache()
     trainer = _loaded(options, "float32", None)
     vocab = trainer.config.vocab_size
@@ -145,8 +141,7 @@ OPTIONS = (
     option("--output-tokens", 48, "of each answer"),
     option("--seed", 0, "of prompts and answers"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "residual")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "residual")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks.common.harness import Benchmark, Record, option, print_table
+from benchmarks.common.harness import Benchmark, Record, option
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_move, measure_product
@@ -153,36 +152,6 @@ def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tup
     return _kv_bytes(shape, page_dtype) + 2 * queries * each * dtype.itemsize, 4 * pairs * each
 
 
-def _us(field: str = "seconds") -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[field] * 1e6:,.1f}" if field in row else ""
-
-
-def _print_table(result: dict[str, Any]) -> None:
-    machine = result["machine"]
-    title = (
-        f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
-        f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s"
-    )
-    times = (
-        ("us", _us()),
-        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:,.0f}"),
-        ("of bound", "{of_bound:.0%}"),
-    )
-    rates = (("TFLOP/s", lambda row: f"{row['flops_per_s'] / 1e12:.2f}"), ("error", "{error:.1e}"))
-    peers = (
-        (f"{name}, us", lambda row, name=name: _us()(row.get("peers", {}).get(name, {})))
-        for name in peers_jax.PEERS
-    )
-    columns = {
-        "shapes": (*times, *rates, *peers),
-        "moves": (*times, ("XLA, us", _us("xla_s"))),
-        "products": (*times, *rates, ("XLA, us", _us("xla_s")), ("dense, us", _us("dense_s"))),
-    }
-    for kind, own in columns.items():
-        if result[kind]:
-            print_table(result[kind], (kind, "{shape}"), *own, title=title)
-
-
 OPTIONS = (
     option(
         "--shapes",
@@ -195,8 +164,7 @@ OPTIONS = (
     option("--attention", None, "by name, such as mosaic,triton; the platform's choice"),
     option("--peers", False, "also time JAX's other attention kernels, on a GPU"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "kernels", has_budget=True)
 
 
 if __name__ == "__main__":

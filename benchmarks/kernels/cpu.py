@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.harness import Benchmark, option, print_table, whole_numbers
+from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.roofline import Machine, measure_machine
 from pallas_kernels import (
     Rows,
@@ -221,31 +221,13 @@ def _attention(rows: int, context: int, dtype: str, layers: int) -> Case:
     return attend, (q, pages, scales), dict(flops=2 * GROUP * numbers, num_bytes=num_bytes)
 
 
-def show_result(result: dict[str, Any]) -> None:
-    rates = result["machine"]
-    machine = {"gflop_per_s": rates["flops_per_s"] / 1e9, "gb_per_s": rates["bytes_per_s"] / 1e9}
-    print_table(
-        [
-            *({"case": name, **figures} for name, figures in result["cases"].items()),
-            {"case": "the machine", "ms": 0, "least_ms": 0, "of_roofline": 1, **machine},
-        ],
-        ("case", "{case}"),
-        ("ms", "{ms:.2f}"),
-        ("least ms", "{least_ms:.2f}"),
-        ("Gflop/s", "{gflop_per_s:.2f}"),
-        ("GB/s", "{gb_per_s:.2f}"),
-        ("of roofline", "{of_roofline:.2f}"),
-    )
-
-
 OPTIONS = (
     option("--rows", "1,4,32,256", "numbers of tokens of a step, separated by commas"),
     option("--context", 172, "keys that a query sees"),
     option("--layers", 30, "of the model"),
     option("--repeats", 7, "timed runs; rates are those of the fastest"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "kernels.cpu", show=show_result)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "kernels.cpu")
 
 
 if __name__ == "__main__":

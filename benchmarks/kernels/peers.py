@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import math
 import statistics
 import sys
 import time
@@ -24,9 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, option, print_table, reason
+from benchmarks.common.harness import Benchmark, Record, option, reason, some_of
 from benchmarks.kernels.timing import chosen, num_layers
-from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
 CALLS = 20
@@ -487,9 +485,7 @@ PEERS: dict[str, Peer] = {
 def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shapes, _ = chosen(options.shapes, options.leave_out)
-    names = options.peers.split(",")
-    if unknown := sorted(set(names) - set(PEERS)):
-        raise InvalidConfigError(f"unknown peers {unknown}; give some of {tuple(PEERS)}")
+    names = some_of(options.peers, "--peers", PEERS)
     about = {"dtype": options.dtype, **environment.describe_torch(device, *PACKAGES)}
     record = Record.of("kernel_peers", options, **about)
     dtype = getattr(torch, options.dtype)
@@ -536,15 +532,6 @@ def _timed(
         }
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def us(name: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row['peers'].get(name, {}).get('seconds', math.nan) * 1e6:,.1f}"
-
-    columns = ((name, us(name)) for name in PEERS)
-    rows = result.get("shapes", ())
-    print_table(rows, ("attention, us", "{shape}"), *columns, title=result["device"])
-
-
 OPTIONS = (
     option("--shapes", "decode,prefill,mixed", "as for benchmarks.kernels"),
     option("--leave-out", "", "shapes to leave out, likewise"),
@@ -552,8 +539,7 @@ OPTIONS = (
     option("--dtype", "bfloat16", "of queries and pages"),
     option("--device", None, "PyTorch's name; its GPU where it finds one"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "kernel_peers", has_budget=True)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,7 @@ OPTIONS = (
     option("--page-size", 32, "tokens of a page"),
     repeats("way", 9),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "scattered")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "scattered")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, option, print_table, reason
+from benchmarks.common.harness import Benchmark, Record, option, reason
 from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -214,26 +214,12 @@ def _heads_from(text: str) -> tuple[int, int, int]:
     return kv_heads, group, head_dim
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    def times(row: dict[str, Any]) -> str:
-        return ", ".join(f"{each * 1e6:,.1f}" for each in row.get("seconds", ()))
-
-    print_table(
-        result["tried"],
-        ("tried", "{place}={value}"),
-        ("us", lambda row: times(row) or row.get("reason", "")),
-        ("score", lambda row: f"{row['score']:.3f}" if "score" in row else ""),
-        title="{kind}, {heads}".format_map(result),
-    )
-
-
 OPTIONS = (
     option("--kind", "triton", "the kernels whose tiles are tuned", choices=("triton", "mosaic")),
     option("--heads", "8x4x128", "KV heads, query heads for each, and their size"),
     option("--table", TUNED, "the file to write", Path),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, show=_print_table, has_budget=True)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "tune", has_budget=True)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,7 @@ OPTIONS = (
     option("--max-context", 512, "most tokens of prompt and answer"),
     option("--seed", 0, "of the draw; answer i is sampled with seed i"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "answers")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "answers")
 
 
 if __name__ == "__main__":

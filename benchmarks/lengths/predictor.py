@@ -93,8 +93,7 @@ OPTIONS = (
     option("--seed", 0, "of draw, split and training"),
     option("--save", None, "save the trained predictor in this folder", Path),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "predictor")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "predictor")
 
 
 if __name__ == "__main__":

@@ -162,8 +162,7 @@ OPTIONS = (
     option("--rounds", 5, "runs with and without the probe, in turns"),
     option("--save", None, "save the trained probe in this folder", Path),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "probe")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "probe")
 
 
 if __name__ == "__main__":

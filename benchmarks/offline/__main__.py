@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import Benchmark, option, print_table
+from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.roofline import bound, measure_machine
 from benchmarks.common.timing import full_step_s, seconds
-from benchmarks.figures.tables import show_result
 from benchmarks.offline.peers.compare import OPTIONS as PEER_OPTIONS
-from benchmarks.offline.peers.compare import any_failed, peers_of, run_peers
+from benchmarks.offline.peers.compare import peers_of, run_peers
 from benchmarks.startup.starts import start_times
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
@@ -37,14 +36,6 @@ from pallas_kernels import Rows, matmul, panel_matmul, to_panels
 if TYPE_CHECKING:
     from jaxserve.report import Report
     from jaxserve.runtime import Runtime
-
-
-_PARTS = {
-    "products_s": "matrix products",
-    "attention_s": "attention and KV writes",
-    "sampling_s": "choosing tokens",
-    "other_s": "everything else",
-}
 
 
 def step_parts(
@@ -218,10 +209,6 @@ def _run_once(rt: Runtime, items: list[WorkloadItem]) -> Figures:
     }
 
 
-def _is_whole(result: dict[str, Any]) -> bool:
-    return not result["num_failed"] and not any_failed(result["compare"])
-
-
 def _compared_with_bound(
     config: LlamaConfig, engine: EngineConfig, report: Report, dtype: str, figures: dict[str, Any]
 ) -> dict[str, Any]:
@@ -292,25 +279,6 @@ def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _show(result: dict[str, Any]) -> None:
-    show_result(result)
-    if step := result["decode_step"]:
-        bound = result["bound"]
-        rows = {
-            **{text: step[name] for name, text in _PARTS.items()},
-            "the step in the run": step["step_s"],
-            "bound of the machine": bound["decode_step_s"],
-        }
-        batch = f"{bound['batch_size']} sequences of {bound['context']:.0f} tokens"
-        print_table(
-            [{"part": name, "s": each, "of": each / step["step_s"]} for name, each in rows.items()],
-            ("part", "{part}"),
-            ("ms", lambda row: f"{1e3 * row['s']:.1f}"),
-            ("share", "{of:.0%}"),
-            title=f"one decode step, {batch}",
-        )
-
-
 OPTIONS = (
     option("--workload", "sharegpt", "what is asked", choices=WORKLOADS),
     option("--num-requests", 64, "how many, all at once"),
@@ -333,8 +301,7 @@ OPTIONS = (
     repeats("engine"),
     *PEER_OPTIONS,
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "offline", show=_show, is_whole=_is_whole)
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "offline")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ OPTIONS = (
     option("--against", None, "another checkout, measured in turns", Path),
     repeats("checkout"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "planning")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "planning")
 
 
 if __name__ == "__main__":

@@ -127,8 +127,7 @@ OPTIONS = (
     option("--step-times", None, "step times of this machine; measured in each round if not", Path),
     option("--save-step-times", None, "write those of the last round here", Path),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "simulate")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "simulate")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,7 @@ OPTIONS = (
     repeats("policy"),
     *policy_options(REQUEST_LEVEL_AND_ITERATION_LEVEL),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "policies")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "policies")
 
 
 if __name__ == "__main__":

@@ -172,8 +172,7 @@ OPTIONS = (
     option("--no-host", False, "no host memory: preempted KV is computed anew"),
     option("--seed", 0, "of the draws"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "policies_grid")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "policies_grid")
 
 
 if __name__ == "__main__":

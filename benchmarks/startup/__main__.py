@@ -43,8 +43,7 @@ OPTIONS = (
     option("settings", {}, "JSON of further settings", json.loads),
     repeats("kind of start"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "startup")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "startup")
 
 
 if __name__ == "__main__":

@@ -225,8 +225,7 @@ OPTIONS = (
     option("--folder", None, "to write under, if not the system's temporary folder", Path),
     repeats("load"),
 )
-BENCHMARK = Benchmark(__doc__, run, OPTIONS, "loading")
-main = BENCHMARK.main
+main = Benchmark(__doc__, run, OPTIONS, "loading")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_a_measurement_is_a_command_and_figures_of_its_result(name):
     module, *arguments = measurement.command.split()
     folder = ROOT / "benchmarks" / module.replace(".", "/")
     main = f"benchmarks.{module}.__main__" if folder.is_dir() else f"benchmarks.{module}"
-    import_module(main).BENCHMARK.parser().parse_args(arguments)
+    import_module(main).main.parser().parse_args(arguments)
     result = json.loads((ROOT / f"benchmarks/results/{RESULTS[name]}.json").read_text("utf-8"))
     figures = measurement.figures(result)
     assert figures and all(figure > 0 for figure in figures.values())

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.common import sweep
 from benchmarks.pensieve import (
-    BENCHMARK,
     FACTOR,
     MACHINES,
     PANELS,
@@ -17,6 +16,7 @@ from benchmarks.pensieve import (
     compare_with_stateless,
     cost_of,
     curve_of,
+    main,
     panels_of,
 )
 from jaxserve.core.errors import InvalidConfigError
@@ -46,7 +46,7 @@ def _talks(count: int) -> list[Talk]:
 
 def _options(*more: str):
     short = ["--seconds", "60", "--warm-up", "10"]
-    return BENCHMARK.parser().parse_args([*short, *more])
+    return main.parser().parse_args([*short, *more])
 
 
 def test_models_need_the_memory_that_their_heads_say():

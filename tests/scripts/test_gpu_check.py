@@ -30,7 +30,7 @@ def _options(name: str) -> argparse.Namespace:
     module, *arguments = PARTS[name].command
     if hasattr(importlib.import_module(module), "__path__"):  # a package
         module += ".__main__"
-    parser = importlib.import_module(module).BENCHMARK.parser()
+    parser = importlib.import_module(module).main.parser()
     return parser.parse_args([*arguments, "--budget", "10", "--output", "x.json"])
 
 

@@ -151,11 +151,6 @@ def max_batch_of(requests: Sequence[CellRequest], sizes: Sizes) -> int:
     return min(sizes.max_batch[cell] for request in requests for cell in request.counts())
 
 
-def any_failed(comparison: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Return whether a system could not be installed or run."""
-    return any(entry["error"] is not None for entry in comparison or ())
-
-
 def _commands(peers: Mapping[str, CellPeer]) -> tuple[dict[str, list[str]], dict[str, str]]:
     commands = {OURS: [sys.executable, "-m", "benchmarks.cells.peers.ours"]}
     failed: dict[str, str] = {}

@@ -417,9 +417,3 @@ def run_peers(
         fewer=_fewer(options),
     )
     return {"precision": PRECISION, "quantize": options.quantize, **result}
-
-
-def any_failed(comparison: Mapping[str, Any] | None) -> bool:
-    """Return whether an engine could not be installed or run."""
-    engines = comparison["engines"].values() if comparison else ()
-    return any(engine["error"] is not None for engine in engines)

@@ -1,4 +1,4 @@
-"""A result file keeps its figures, whatever happens to the later measurements."""
+"""A result file keeps its figures, whatever happens later, and failures are seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.common.harness import Record
+from benchmarks.common.harness import Record, nothing_failed, some_of
+from jaxserve.core.errors import InvalidConfigError
 
 pytestmark = pytest.mark.fast
 
@@ -37,3 +38,24 @@ def test_nothing_begins_when_the_time_is_over(tmp_path):
     assert record.is_spent
     assert record.add("rows", "late", lambda: {"us": 1}) is None
     assert record.result == {"failed": {}, "skipped": ["late"]}
+
+
+def test_failures_are_found_at_any_depth():
+    """Reasons, numbers of failed requests and errors count; errors of figures, and runs do not."""
+    fine = {"error": 1e-4, "num_failed": 0, "failed": {}, "error_of": None}
+    assert nothing_failed(
+        {
+            "cases": [fine, {"error": {"p99_s": 0.1}}],
+            "runs": [{"num_failed": 1}],
+            "range": {"num_failed": [0, 1]},
+        }
+    )
+    for found in ({"num_failed": 1}, {"failed": {"a": "no"}}, {"error": "no wheel"}):
+        assert not nothing_failed({"cases": [fine, {"ours": found}]})
+
+
+def test_names_are_some_of_the_known_ones():
+    """The error has what was given and what is allowed."""
+    assert some_of("b,a", "--only", {"a": 1, "b": 2}) == ["b", "a"]
+    with pytest.raises(InvalidConfigError, match=r"--only 'b,c': \['c'\] .* some of a,b"):
+        some_of("b,c", "--only", ("a", "b"))

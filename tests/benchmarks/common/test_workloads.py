@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.common import workloads
-from benchmarks.common.harness import add_all
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -23,7 +22,8 @@ RUNTIME = SimpleNamespace(
 
 def _items(*arguments: str):
     parser = argparse.ArgumentParser()
-    add_all(parser, workloads.options())
+    for flag, settings in workloads.options():
+        parser.add_argument(flag, **settings)
     return workloads.items(parser.parse_args(arguments), RUNTIME)
 
 

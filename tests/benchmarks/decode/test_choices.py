@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.decode.choices import _print_table
+from benchmarks.figures.tables import show_result
 
 pytestmark = pytest.mark.release
 
@@ -16,6 +16,7 @@ def test_a_batch_without_memory_is_said(capsys):
         {"layout": "scanned", "batch_size": 1, **figures},
         {"layout": "unrolled", "batch_size": 32, "does_not_fit": "3.0 GB"},
     ]
-    _print_table({"layers": 8, "model": "llama-3-8b", "xla_flags": "", "choices": rows})
+    about = {"layers": 8, "model": "llama-3-8b", "xla_flags": "", "device": "a GPU"}
+    show_result({"benchmark": "choices", **about, "choices": rows})
     printed = capsys.readouterr().err
     assert "2.000" in printed and "3.0 GB" in printed

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decode.predicted import BATCHES, BENCHMARK, run, table
+from benchmarks.decode.predicted import BATCHES, main, run
 from benchmarks.decode.step_time import Device, Launches, counted, fits, predict
+from benchmarks.figures.render import drawn
+from benchmarks.figures.results import Place
+from benchmarks.figures.tables import PREDICTED_DECODE
 
 pytestmark = pytest.mark.release
 
@@ -60,5 +63,5 @@ def test_the_page_has_the_tables_of_the_command():
     """docs/performance_model.md shows what the command prints."""
     page = (ROOT / "docs/performance_model.md").read_text(encoding="utf-8")
     for arguments in ([], ["--kv-dtype", "float8_e4m3fn", "--batches", "32,64"]):
-        result = run(BENCHMARK.parser().parse_args(arguments))
-        assert table(result) in page
+        result = run(main.parser().parse_args(arguments))
+        assert drawn(PREDICTED_DECODE, "rows.*", Place(ROOT, result, "")) in page

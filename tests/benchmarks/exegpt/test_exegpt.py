@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.exegpt.__main__ import BENCHMARK, run
+from benchmarks.exegpt.__main__ import main, run
 from benchmarks.exegpt.baselines import (
     IterationLevel,
     StaticBatches,
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.release
 
 
 def _options(models: str) -> argparse.Namespace:
-    return BENCHMARK.parser().parse_args(["--models", models, "--seeds", "0"])
+    return main.parser().parse_args(["--models", models, "--seeds", "0"])
 
 
 def test_the_longest_of_several_answers():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.common.harness import add_all
+from benchmarks.common.harness import nothing_failed
 from benchmarks.common.processes import PeerError, run
 from benchmarks.offline.peers import compare
 from benchmarks.offline.peers.answering import timed
@@ -25,7 +25,6 @@ from benchmarks.offline.peers.compare import (
     OPTIONS,
     PEERS,
     SCRIPTS,
-    any_failed,
     interleave,
     named,
     peers_of,
@@ -68,7 +67,8 @@ def _answering(wall_s: float, answers: list[list[int]]) -> str:
 
 def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_all(parser, OPTIONS)
+    for flag, settings in OPTIONS:
+        parser.add_argument(flag, **settings)
     defaults = {"dtype": None, "kv_dtype": None, "model": "smollm2-135m", "load": None}
     defaults |= {"quantize": None, "num_requests": 4}
     return argparse.Namespace(**(vars(parser.parse_args(arguments)) | defaults))
@@ -136,7 +136,7 @@ def test_runs_are_interleaved_and_summarised(tmp_path: Path):
     assert figures["slow"]["jaxserve_is_faster_by"] == 2.5
     assert figures["slow"]["startup_s"] == 1.5
     assert figures["slow"]["same_answers"] == 1
-    assert not any_failed({"engines": figures})
+    assert nothing_failed({"engines": figures})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_peer_that_fails_takes_no_other_with_it(tmp_path: Path, body: str, why
     assert figures["broken"]["output_tokens_per_s"] is None
     assert figures["other"]["jaxserve_is_faster_by"] == 0.5
     assert figures["other"]["error"] is None
-    assert any_failed({"engines": figures})
+    assert not nothing_failed({"engines": figures})
 
 
 @pytest.mark.parametrize(("interrupted", "kept"), [(5, 2), (3, 1), (1, None)])
