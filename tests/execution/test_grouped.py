@@ -275,7 +275,7 @@ def test_an_encoder_decoder_model_is_handed_over(tmp_path):
     write_checkpoint("t5", tmp_path)
     prompts = t5_prompts(5)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    options = OPTIONS | dict(max_context=128, dtype="float32")
+    options = OPTIONS | dict(max_context=128, max_step_tokens=64, dtype="float32")
     with Runtime.from_pretrained(str(tmp_path), **options) as rt:
         wanted = _samples(rt.generate(prompts, params))
         num_layers = rt.model_config.num_layers

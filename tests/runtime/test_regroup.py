@@ -254,7 +254,7 @@ def test_no_device_needs_more_memory_than_the_fullest_one_had(monkeypatch):
 @pytest.mark.release
 def test_steps_are_measured_for_the_new_groups():
     """What a step needs is what it needs in a runtime that began with these groups."""
-    more = dict(max_slots=32)  # pages enough for the whole weights on a device
+    more = dict(max_slots=32, max_step_tokens=32)  # pages enough for all weights on a device
     with _runtime(mesh=make_groups(encode=2, decode=2), **more) as rt:
         pool_bytes = rt.stats().pool_bytes
     with _runtime(mesh=make_groups(encode=2, decode=2), kv_memory=pool_bytes, **more) as rt:

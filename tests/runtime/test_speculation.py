@@ -113,7 +113,12 @@ def _check_distribution(speculating: Runtime) -> None:
     prompt, num = [3, 5] * 6, 400
     params = SamplingParams(temperature=1.0, max_tokens=4, logit_bias={3: 100.0, 5: 100.0})
     before = speculating.stats().num_accepted_tokens
-    done = speculating.generate([prompt] * num, [replace(params, seed=i) for i in range(num)])
+    done = []
+    for first in range(0, num, OPTIONS["max_slots"]):  # no prompt comes into a loop of answers
+        seeds = range(first, first + OPTIONS["max_slots"])
+        done += speculating.generate(
+            [prompt] * len(seeds), [replace(params, seed=i) for i in seeds]
+        )
     assert speculating.stats().num_accepted_tokens > before
     counts = Counter(tuple(each.token_ids) for each in done)
     answers = list(itertools.product((3, 5), repeat=4))
