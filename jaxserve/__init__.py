@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from jaxserve.core.request import Sample as Sample
     from jaxserve.core.sampling_params import SamplingParams as SamplingParams
     from jaxserve.fleet import Fleet as Fleet
+    from jaxserve.models.families import register_family as register_family
+    from jaxserve.models.function import FunctionDecoder as FunctionDecoder
     from jaxserve.models.merging import merge_adapter as merge_adapter
     from jaxserve.runtime import Runtime as Runtime
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FunctionDecoder": "jaxserve.models.function",
     "Completion": "jaxserve.core.request",
     "Fleet": "jaxserve.fleet",
     "JaxserveError": "jaxserve.core.errors",
@@ -38,11 +41,13 @@ _HOMES = {
     "Sample": "jaxserve.core.request",
     "SamplingParams": "jaxserve.core.sampling_params",
     "merge_adapter": "jaxserve.models.merging",
+    "register_family": "jaxserve.models.families",
 }
 
 __all__ = [
     "Completion",
     "Fleet",
+    "FunctionDecoder",
     "JaxserveError",
     "JournalLimits",
     "Request",
@@ -51,6 +56,7 @@ __all__ = [
     "SamplingParams",
     "errors",
     "merge_adapter",
+    "register_family",
 ]
 
 

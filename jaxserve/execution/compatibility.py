@@ -108,6 +108,30 @@ def check_speculation(model_config: Any, options: RuntimeOptions) -> None:
         )
 
 
+def _has_stages(mesh: Mesh | StagePlan | DeviceGroups | None) -> bool:
+    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
+    return any(
+        isinstance(group, StagePlan) or (group is not None and group.shape.get("stage", 1) > 1)
+        for group in groups
+    )
+
+
+def check_function(options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None) -> None:
+    """Raise InvalidConfigError if a `FunctionDecoder` lacks what the options or the mesh need."""
+    needed = {
+        f"quantize={options.quantize!r}": options.quantize is not None,
+        f"max_adapters={options.max_adapters}": options.max_adapters > 0,
+        "probe": options.probe is not None,
+        "a mesh with stages": _has_stages(mesh),
+    }
+    for name, is_given in needed.items():
+        if is_given:
+            raise InvalidConfigError(
+                f"{name} needs to know the layers and weights of a model, which a FunctionDecoder "
+                "does not tell; omit it, or write a family (docs/adding_a_model.md)"
+            )
+
+
 def check_quantised(
     options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None, dtype: str
 ) -> None:
@@ -125,11 +149,7 @@ def check_quantised(
             "quantize='bf16' needs a C++ compiler for its kernel, and there is none; install g++ "
             "or clang++, or omit quantize"
         )
-    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
-    if any(
-        isinstance(group, StagePlan) or (group is not None and group.shape.get("stage", 1) > 1)
-        for group in groups
-    ):
+    if _has_stages(mesh):
         raise InvalidConfigError(
             f"quantize={options.quantize!r} is not supported for a model that is cut into stages; "
             "pass a mesh without stages (tensor, data), or omit quantize"

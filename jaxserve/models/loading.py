@@ -210,7 +210,7 @@ def load_params(
     source = under_own_names(source, config)
     flat = nnx.to_flat_state(abstract_state)
     table = weights_of(config)
-    plan = {path: _Parameter(path, variable, table) for path, variable in flat}
+    plan = {path: Parameter(path, variable, table) for path, variable in flat}
     _check(plan, source, family, config, spare)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -295,7 +295,7 @@ def _inside(path: Path, weight: nnx.Module) -> list[tuple[Path, nnx.Variable]]:
 
 
 @final
-class _Parameter:
+class Parameter:
     """A parameter, of one layer or of all layers stacked, and the tensors that fill it."""
 
     def __init__(
@@ -317,6 +317,14 @@ class _Parameter:
         shape = self.shape[1:] if self._stacked else self.shape
         for layer in self._layers:
             yield from self.weight.needed(shape, **_place(layer))
+
+    def write(
+        self, array: np.ndarray, tensor_at: Callable[[str, tuple[int, ...]], np.ndarray]
+    ) -> None:
+        """Fill the tensors, which `tensor_at` returns by name and shape, from the array."""
+        parts = array if self._stacked else (array,)
+        for layer, part in zip(self._layers, parts, strict=True):
+            self.weight.write(part, tensor_at, **_place(layer))
 
     def load(
         self,
@@ -373,7 +381,7 @@ def _place(layer: int | None) -> dict[str, int]:
 
 
 def _check(
-    plan: Mapping[Path, _Parameter],
+    plan: Mapping[Path, Parameter],
     source: WeightSource,
     family: Family,
     config: DecoderConfig,

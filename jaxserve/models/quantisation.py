@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast, final
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
@@ -91,6 +92,38 @@ def _in_panels(
     _, summed, out = axes.split(range(array.ndim))
     width = math.prod(axes.split(array.shape)[1])
     return to_panels(array.transpose(*summed, *out).reshape(width, -1), dtype)
+
+
+def dense_array(
+    stored: Mapping[tuple[Any, ...], nnx.Variable], path: tuple[Any, ...], dense: nnx.Variable
+) -> np.ndarray:
+    """Return on the host the array of one parameter of a model, without its adapters.
+
+    Args:
+      stored: all parameters of the model by path, dense or in panels.
+      dense: the abstract parameter of the dense model.
+
+    Raises:
+      UnsupportedModelError: it is stored in a narrower type than the model's.
+    """
+    axes, value = dense.get_metadata().get("weight_axes"), dense.get_value()
+    for owner in (path, (*path, "base")):
+        if owner in stored:
+            return np.asarray(stored[owner].get_value())
+        if (*owner, "panels") in stored:
+            panels = stored[(*owner, "panels")].get_value()
+            if panels.dtype != value.dtype:
+                break
+            assert axes is not None, "panels of a parameter that no product reads"
+            _, summed, out = axes.split(range(value.ndim))
+            ordered = [value.shape[axis] for axis in (*summed, *out)]
+            columns = math.prod(value.shape[axis] for axis in out)
+            matrix = np.asarray(from_panels(panels, columns)).reshape(ordered)
+            return matrix.transpose(np.argsort((*summed, *out)))
+    raise UnsupportedModelError(
+        f"the parameter {'.'.join(map(str, path))} is stored in few bits, from which the weights "
+        "cannot be written as they were; create the runtime without quantize"
+    )
 
 
 _log = logging.getLogger(__name__)

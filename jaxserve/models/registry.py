@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -122,6 +123,24 @@ def resolve(name_or_path: str | Path) -> Resolved:
     )
 
 
+def config_json(folder: Path) -> Mapping[str, Any]:
+    """Return the fields of a folder's config.json.
+
+    Raises:
+      CheckpointError: it cannot be read.
+      UnknownModelError: it is no configuration.
+    """
+    try:
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            str(folder), [f"config.json cannot be read: {error}"], "fetch config.json again"
+        ) from error
+    if not isinstance(given, dict):
+        raise UnknownModelError(f"{folder / 'config.json'} is not a model's configuration")
+    return given
+
+
 def show(name_or_path: str | Path) -> dict[str, Any]:
     """Return the facts about a model that need no loading, as plain values to print."""
     resolved = resolve(name_or_path)
@@ -142,12 +161,7 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
     path = resolved.fetch(weights=False)
     about["path"] = path
     if resolved.kind == "folder":
-        try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                str(path), [f"config.json cannot be read: {error}"], "fetch it again"
-            ) from error
+        config = config_json(path)
     else:
         from jaxserve.models.gguf import (
             GGUFSource,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
+from jaxserve.core.errors import CheckpointError, InvalidConfigError
 from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
@@ -41,7 +40,7 @@ from jaxserve.models.pooling import pooling_of
 from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in
 from jaxserve.models.quantised_folders.matrix import Method
-from jaxserve.models.registry import resolve
+from jaxserve.models.registry import config_json, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tokenizer_files import TOKENIZER_FILES, declared_end_ids
@@ -129,7 +128,7 @@ def load_model(
     resolved = resolve(name_or_path)
     path = resolved.fetch(weights=load == "auto", progress=progress)
     if resolved.kind == "folder":
-        given = _config_json(path)
+        given = config_json(path)
         method = method_in(path, given)
         config = replace(how.read(given), pooling=pooling_of(path, given))
         with timed("tokenizer"):
@@ -369,18 +368,6 @@ def _loaded(
         eos_token_ids=tuple(i for i in ends if i < config.vocab_size),
         source_path=path,
     )
-
-
-def _config_json(folder: Path) -> Mapping[str, Any]:
-    try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            str(folder), [f"config.json cannot be read: {error}"], "fetch config.json again"
-        ) from error
-    if not isinstance(given, dict):
-        raise UnknownModelError(f"{folder / 'config.json'} is not a model's configuration")
-    return given
 
 
 def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:

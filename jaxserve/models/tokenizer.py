@@ -283,6 +283,21 @@ class Tokenizer:
         self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
         (Path(folder) / _SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the files of a Hugging Face tokenizer into an existing folder.
+
+        Of several end tokens, transformers knows the model's own.
+        """
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        for token_id in self.eos_token_ids[:1]:
+            settings["eos_token"] = str(self._backend.id_to_token(token_id))
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
+        (Path(folder) / "tokenizer_config.json").write_text(
+            json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+        )
+
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read the files of `save`; errors of a damaged file propagate."""

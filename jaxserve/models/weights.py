@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -151,6 +151,22 @@ class Tensor:
         x = x.transpose([named.index(axis) for axis in sizes if axis in named])
         return x.reshape([wanted[axis][1] - wanted[axis][0] for axis in sizes])
 
+    def write(self, out: np.ndarray, parameter: np.ndarray, sizes: Mapping[str, int]) -> None:
+        """Fill this part of the tensor from the whole parameter: the inverse of `read`."""
+        filled = self.ranges(sizes)
+        spans = {axis: last - first for axis, (first, last) in filled.items()}
+        named = [axis for group in self.groups for axis in group]
+        own = [axis for axis in sizes if axis in named]
+        x = parameter[tuple(slice(*filled[axis]) for axis in sizes)]
+        x = x.reshape([spans[axis] for axis in own])
+        x = x.transpose([own.index(axis) for axis in named])
+        for place, axis in enumerate(named):
+            if axis in self._order:
+                x = np.take(x, np.argsort(self._order[axis]), place)
+        x = x.reshape([math.prod(spans[axis] for axis in group) for group in self.groups])
+        first = 0 if self._rows is None else self._rows[0]
+        out[first : first + len(x)] = x
+
 
 @final
 @dataclass(frozen=True)
@@ -199,6 +215,18 @@ class Weight:
                 for axis, (first, last) in wanted.items()
             )
             out[target] = tensor.read(source, tensor.name.format(**place), sizes, wanted)
+
+    def write(
+        self,
+        parameter: np.ndarray,
+        tensor_at: Callable[[str, tuple[int, ...]], np.ndarray],
+        **place: int,
+    ) -> None:
+        """Fill the tensors, which `tensor_at` returns by name and shape, from the parameter."""
+        sizes = self.sizes(parameter.shape)
+        for tensor in self.tensors:
+            out = tensor_at(tensor.name.format(**place), tensor.shape(sizes))
+            tensor.write(out, parameter, sizes)
 
 
 def split_qkv(

@@ -24,7 +24,12 @@ from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.recorder import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
-from jaxserve.execution.compatibility import check_adapters, check_adapters_fit, check_quantised
+from jaxserve.execution.compatibility import (
+    check_adapters,
+    check_adapters_fit,
+    check_function,
+    check_quantised,
+)
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.group import Processes
@@ -37,6 +42,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.config import DecoderConfig
+from jaxserve.models.function import FunctionDecoder
 from jaxserve.models.parts import planned_stages
 from jaxserve.models.quantisation import (
     Quantisation,
@@ -148,6 +154,8 @@ def build_parts(
             options.max_context,
             longest,
         )
+    if isinstance(decoder, FunctionDecoder):
+        check_function(options, mesh)
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, final
+
+from flax import nnx
 
 from jaxserve.core.errors import InvalidConfigError, InvalidParamsError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
@@ -17,7 +20,11 @@ from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.weights import check_stored, check_usable
 from jaxserve.memory.page_cache import Tier
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.quantisation import Quantiser
+from jaxserve.models.saving import save_pretrained
+from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
@@ -91,6 +98,8 @@ class Maintenance:
         return weights.version
 
     def prepare_params(self, params: Any, *, partial: bool) -> PreparedParams:
+        if isinstance(params, nnx.Module):
+            params = nnx.state(params, nnx.Param)
         check_usable(params)
         check_part(partial, has_weights=self._has_weights)
         with placing_weights():
@@ -106,6 +115,37 @@ class Maintenance:
     def _place(self) -> object:
         """A value that changes when prepared parameters would have to be placed again."""
         return self._timings.devices, self.weights, self.adapters.generation
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        config: DecoderConfig,
+        layer_layout: LayerLayout,
+        like: str | Path | Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        executor = self._replicas.first.executor
+        if not isinstance(executor.params, nnx.State) or self._replicas.group is not None:
+            raise InvalidConfigError(
+                "weights in stages, on two groups of devices or on several processes cannot be "
+                "saved; load them in one process with a mesh without stages, or none"
+            )
+        self._check_has_weights("rt.save_pretrained()")
+        save_pretrained(
+            folder,
+            executor.params,
+            config,
+            like,
+            layer_layout=layer_layout,
+            tokenizer=tokenizer,
+        )
+
+    def _check_has_weights(self, before: str) -> None:
+        if not self._has_weights:
+            raise InvalidConfigError(
+                "this runtime has dropped its weights (rt.sleep); call rt.update_params(params) "
+                f"before {before}"
+            )
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
@@ -157,11 +197,7 @@ class Maintenance:
                 self._replicas.sleep(drops_weights=drops_weights)
 
     def wake_up(self) -> None:
-        if not self._has_weights:
-            raise InvalidConfigError(
-                "this runtime has dropped its weights (rt.sleep); call rt.update_params(params) "
-                "before rt.wake_up()"
-            )
+        self._check_has_weights("rt.wake_up()")
         with self._states:
             with (
                 out_of_memory_as("taking memory again", "free memory of the trainer first"),

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
 
 import numpy as np
 from flax import nnx
@@ -24,6 +24,7 @@ from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.page_cache import Tier
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.plan import SchedulePlan
@@ -95,11 +96,14 @@ class Runtime:
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
+        if not isinstance(model, Decoder):
+            raise InvalidConfigError(
+                f"Runtime serves a jaxserve.models.decoder.Decoder, and got {_described(model)}; "
+                "docs/own_model.md shows how a model of your own becomes one, and "
+                "Runtime.from_pretrained loads a name, a folder or a file"
+            )
         tokenizer, eos_token_ids = with_end_tokens(
-            tokenizer,
-            eos_token_ids,
-            self.options.end_tokens,
-            cast(Any, model).config.vocab_size,
+            tokenizer, eos_token_ids, self.options.end_tokens, model.config.vocab_size
         )
         if self.options.reranker is not None:
             model = as_reranker(model, tokenizer)
@@ -107,7 +111,9 @@ class Runtime:
             model, params, tokenizer, eos_token_ids, mesh, self.options, wrap_executor
         )
         self.tokenizer = tokenizer
-        self.model_config = cast(Any, model).config
+        self.model_config: Any = model.config
+        self._layer_layout = model.layer_layout
+        self._source: Path | None = None
         self.conversations = parts.conversations
         self._replicas = parts.replicas
         self._maintenance = parts.maintenance
@@ -157,7 +163,7 @@ class Runtime:
         loaded = load_for(
             RuntimeOptions.parse(options), name_or_path, load=load, dtype=dtype, mesh=mesh
         )
-        return cls(
+        made = cls(
             nnx.merge(loaded.graphdef, loaded.params),
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
@@ -165,6 +171,8 @@ class Runtime:
             wrap_executor=wrap_executor,
             **options,
         )
+        made._source = loaded.source_path
+        return made
 
     # ---- several processes ----
 
@@ -450,7 +458,9 @@ class Runtime:
         """The version of the weights that the next steps compute with; 0 at first."""
         return self._maintenance.weights.version
 
-    def prepare_params(self, params: nnx.State, *, partial: bool = False) -> PreparedParams:
+    def prepare_params(
+        self, params: nnx.Module | nnx.State, *, partial: bool = False
+    ) -> PreparedParams:
         """Check new weights, and place them on the devices in addition to the present ones.
 
         Requests run meanwhile. `update_params` of the result then moves no array, unless the
@@ -466,7 +476,7 @@ class Runtime:
 
     def update_params(
         self,
-        params: nnx.State | PreparedParams,
+        params: nnx.Module | nnx.State | PreparedParams,
         *,
         version: int | None = None,
         running: Running | None = None,
@@ -484,8 +494,8 @@ class Runtime:
         says what is guaranteed.
 
         Args:
-          params: parameters of the same structure and shapes, or those that have changed, or the
-            result of `prepare_params`.
+          params: a model, or its parameters, of the same structure and shapes; or the parameters
+            that have changed; or the result of `prepare_params`.
           version: number of the new weights, above the present one; by default the next number.
             `Sample.weights_versions` has it for each token.
           running: treatment of the requests that were submitted before. "finish", the default,
@@ -519,6 +529,35 @@ class Runtime:
             version=version, running=running, kv=kv, partial=partial, max_staleness=max_staleness
         )
         return self._maintenance.update_params(params, update)
+
+    def save_pretrained(
+        self, folder: str | Path, *, like: str | Path | Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the present weights as a Hugging Face folder, which transformers loads too.
+
+        It has config.json, safetensors and the tokenizer's files, and appears when it is complete.
+        Requests run meanwhile. Adapters are not part of it (`jaxserve.merge_adapter`).
+
+        Args:
+          folder: a path that does not exist, or an empty folder.
+          like: where the fields of config.json and the other files come from: a folder, a GGUF
+            file, or the fields as a dictionary. By default the place that `from_pretrained` read;
+            needed if the runtime was made of a model.
+
+        Raises:
+          InvalidConfigError: the folder has files, `like` is needed, the weights were dropped
+            (`sleep`), or they are in stages or on several processes.
+          UnsupportedModelError: the weights are in few bits.
+        """
+        like = self._source if like is None else like
+        if like is None:
+            raise InvalidConfigError(
+                "this runtime was made of a model, so that there is no config.json to take fields "
+                "from; pass like= the fields as a dictionary, or a folder that has them"
+            )
+        self._maintenance.save_pretrained(
+            folder, self.model_config, self._layer_layout, like, self.tokenizer
+        )
 
     def pause(self, running: Running = "keep") -> None:
         """Run no step from now on, until `resume`; return when the last one has ended.
@@ -934,3 +973,10 @@ def _check_limit(name: str, seconds: float | None) -> None:
         raise InvalidConfigError(
             f"{name}={seconds!r} is not allowed; pass a number of seconds of at least 0"
         )
+
+
+def _described(model: Any) -> str:
+    if isinstance(model, str | Path):
+        return repr(str(model))
+    kind = type(model)
+    return f"an object of the type {kind.__module__}.{kind.__qualname__}"

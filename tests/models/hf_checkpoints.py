@@ -871,11 +871,15 @@ MAIN = (
 )
 
 
+def attention_of(variant: str) -> str:
+    """Return the implementation of attention that is right in transformers 5.24.0."""
+    return "sdpa" if variant == "falcon_rw" else "eager"  # which adds Falcon's ALiBi twice
+
+
 def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.float32):
     """Write a random checkpoint of `variant` to `folder`; return the model in float32."""
     config_class, fields, save_options = VARIANTS[variant]
-    # Eager attention of transformers 5.24.0 adds Falcon's ALiBi twice.
-    how = "sdpa" if variant == "falcon_rw" else "eager"
+    how = attention_of(variant)
     torch.manual_seed(7)
     config = getattr(transformers, config_class)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how)

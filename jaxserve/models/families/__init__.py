@@ -9,18 +9,33 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, check_sizes
 from jaxserve.models.family import Family
 from jaxserve.models.pooling import labels_of
 from jaxserve.models.weights import Weight
 
-_ALL: tuple[Family, ...] = tuple(
-    import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)
-)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {kind: family for family in _ALL for kind in family.fields}
-)
+_BY_MODEL_TYPE: dict[str, Family] = {}
+FAMILIES: Mapping[str, Family] = MappingProxyType(_BY_MODEL_TYPE)
+
+
+def register_family(family: Family) -> None:
+    """Add a family, so that models of its `model_type`s load, by config.json or as a `Decoder`.
+
+    Raises:
+      InvalidConfigError: another family has one of its `model_type`s.
+    """
+    taken = [kind for kind in family.fields if FAMILIES.get(kind, family) is not family]
+    if taken:
+        raise InvalidConfigError(
+            f"model_type={taken[0]!r} has a family already; give the new one another name in "
+            "`fields` and config.json"
+        )
+    _BY_MODEL_TYPE.update(dict.fromkeys(family.fields, family))
+
+
+for _module in iter_modules(__path__):
+    register_family(import_module(f"{__name__}.{_module.name}").FAMILY)
 # Models of images and text, and whether the head of their text model is the embedding if
 # config.json does not state it.
 WRAPPERS: Mapping[str, bool] = MappingProxyType(
@@ -59,10 +74,8 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       UnsupportedModelError: naming what is given and what is supported.
     """
-    whole, kind = given, str(given.get("model_type"))
-    if kind in WRAPPERS:
-        given = _text_config(given, kind)
-        kind = str(given.get("model_type"))
+    whole, given = given, text_config_of(given)
+    kind = str(given.get("model_type"))
     if kind not in FAMILIES:
         nearest, unread = nearest_family(given)
         lacking = f"does not read {', '.join(unread)}" if unread else "computes something else"
@@ -105,7 +118,11 @@ def _classes(given: Mapping[str, Any]) -> str:
     return f" ({', '.join(map(str, names))})" if isinstance(names, Sequence) and names else ""
 
 
-def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def text_config_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text model; itself for a model of texts."""
+    kind = str(given.get("model_type"))
+    if kind not in WRAPPERS:
+        return given
     text = given.get("text_config")
     if text is None and kind.startswith(
         "qwen2"
@@ -120,7 +137,18 @@ def _text_config(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def family_of(config: DecoderConfig) -> Family:
-    return next(family for family in _ALL if family.config is type(config))
+    """Return the family of a configuration.
+
+    Raises:
+      UnsupportedModelError: it was not registered.
+    """
+    for family in FAMILIES.values():
+        if family.config is type(config):
+            return family
+    raise UnsupportedModelError(
+        f"{type(config).__name__} belongs to no family; call jaxserve.register_family(FAMILY) "
+        "first (docs/own_model.md)"
+    )
 
 
 def weights_of(config: DecoderConfig) -> Mapping[str, Weight]:
