@@ -537,6 +537,7 @@ def layer_deployment(
     """
     import jax
 
+    from jaxserve.core.options import parse_dtype
     from jaxserve.execution.compilation import enable_compilation_cache
     from jaxserve.execution.sizes import platform_defaults
     from jaxserve.planning.layers import (
@@ -549,7 +550,9 @@ def layer_deployment(
         measure_layers,
     )
 
-    config = replace(_model_config(model, quiet), dtype=dtype or platform_defaults().dtype)
+    config = replace(
+        _model_config(model, quiet), dtype=parse_dtype(dtype) or platform_defaults().dtype
+    )
     lengths.check_context(config.max_position_embeddings)
     devices = jax.devices()
     num = len(devices) if num_devices is None else num_devices

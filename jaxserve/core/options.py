@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes
+from jaxserve.core.suggestions import OPTIONS_ELSEWHERE, explain_unknown
 
 # Dtypes of quantized pages, which have one scale per token and head.
 KV_DTYPES = ("int8", "float8_e4m3fn")
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Other names of dtypes, as other engines have them.
+_DTYPE_NAMES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
+_KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 # Formats of weights, and of the embedding and the head.
 QUANTIZE = ("bf16", "int8", "int4", "fp8", "w8a8", "keep")
@@ -48,6 +60,23 @@ WARMUPS = (True, False, "full", "background")
 
 # When pages are copied back from the host.
 RESTORES = ("on_admission", "prefetch", "per_layer", "both")
+
+
+def parse_dtype(dtype: Any) -> str | None:
+    """Return the name of a model's dtype, one of `DTYPES`; None for None and "auto".
+
+    Raises:
+      InvalidConfigError: it is another one.
+    """
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    given = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype))
+    name = _DTYPE_NAMES.get(given, given)
+    if name not in DTYPES:
+        raise InvalidConfigError(
+            f"dtype={dtype!r} is not allowed; give one of {DTYPES}, or omit it for the platform's"
+        )
+    return name
 
 
 @final
@@ -91,6 +120,50 @@ class JournalLimits:
         return int(self.max_bytes)
 
 
+class RuntimeKeywords(TypedDict, total=False):
+    """The fields of `RuntimeOptions` as keyword arguments, which editors complete."""
+
+    policy: Any
+    latency_bound: float | None
+    first_token_bound: float | None
+    token_bound: float | None
+    kv_memory: int | str | None
+    kv_dtype: str | None
+    quantize: str | None
+    quantize_embeddings: str | None
+    host_memory: int | str | None
+    restore: str | None
+    disk_memory: int | str | None
+    disk_folder: str | Path | None
+    predictor: Any
+    probe: Any
+    learns: bool
+    max_slots: int | None
+    max_waiting: int | None
+    max_context: int | None
+    max_step_tokens: int | None
+    max_decode_iterations: int | None
+    speculation: str | None
+    num_speculative_tokens: int | None
+    draft_model: Any
+    page_size: int
+    max_adapters: int
+    max_adapter_rank: int | None
+    adapter_dtype: str | None
+    deterministic: bool
+    reranker: str | None
+    end_tokens: Sequence[str | int]
+    seed: int
+    warmup: bool | str
+    strict: bool
+    attention: str | None
+    record: str | Path | None
+    conversations: str | Path | None
+    journal_limits: JournalLimits
+    huge_pages: bool
+    progress: bool
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
@@ -105,7 +178,7 @@ class RuntimeOptions:
       kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left.
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
-        float32's.
+        float32's. "fp8" is "float8_e4m3fn".
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
@@ -246,21 +319,22 @@ class RuntimeOptions:
         return (self.max_adapter_rank or _MAX_ADAPTER_RANK) if self.max_adapters else 0
 
     @classmethod
-    def parse(cls, options: dict[str, Any]) -> RuntimeOptions:
+    def parse(cls, options: Mapping[str, Any]) -> RuntimeOptions:
         """Make options from keyword arguments.
 
         Raises:
           InvalidConfigError: a name is unknown, or a value is not allowed.
         """
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise InvalidConfigError(
-                f"runtime option(s) {', '.join(unknown)} are unknown; known are {', '.join(known)}"
-            )
+        if unknown := options.keys() - known:
+            raise InvalidConfigError(explain_unknown(unknown, known, OPTIONS_ELSEWHERE))
         return cls(**options)
 
     def __post_init__(self) -> None:
+        if self.kv_dtype == "auto":
+            object.__setattr__(self, "kv_dtype", None)
+        elif self.kv_dtype in _KV_DTYPE_NAMES:
+            object.__setattr__(self, "kv_dtype", _KV_DTYPE_NAMES[self.kv_dtype])
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in _RANGES or (value is None and field.default is None):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 from jaxserve.core.errors import InvalidSamplingParamsError
+from jaxserve.core.suggestions import PARAMS_ELSEWHERE, explain_unknown
 
 Notation = Literal["json_schema", "regex", "grammar", "choice"]
 
@@ -152,7 +153,7 @@ class SamplingParams:
       min_tokens: before this number of output tokens, stop tokens and the model's end tokens are
         forbidden, also with `ignore_eos`, and no stop string counts, as in vLLM.
       temperature: 0 is greedy.
-      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_k: keep the k likeliest tokens; 0 and -1 keep all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       min_p: drop tokens less likely than this times the likeliest one, in [0, 1]; 1 keeps only
         tokens tied with it.
@@ -194,7 +195,7 @@ class SamplingParams:
         (`docs/structured_output.md`).
 
     Raises:
-      InvalidSamplingParamsError: a field is out of range; the message names it.
+      InvalidSamplingParamsError: a field is unknown or out of range; the message names it.
     """
 
     max_tokens: int | None = 256
@@ -227,7 +228,17 @@ class SamplingParams:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
 
+    if not TYPE_CHECKING:  # type checkers and editors know the fields
+
+        def __new__(cls, *_: Any, **given: Any) -> Self:
+            known = [field.name for field in fields(cls)]
+            if unknown := given.keys() - known:
+                raise InvalidSamplingParamsError(explain_unknown(unknown, known, PARAMS_ELSEWHERE))
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if self.top_k == -1 and not isinstance(self.top_k, bool):
+            object.__setattr__(self, "top_k", 0)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._convert("stop", stop, tuple, "a string or a list of strings")
         self._convert("stop_token_ids", self.stop_token_ids, tuple, "a list of token ids")

@@ -11,13 +11,12 @@ from typing import Any, Literal, Self, TypeVar, final, get_args
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.core.options import DTYPES
 from jaxserve.models.pooling import Labels, Pooling
 from jaxserve.models.recurrence import Recurrence
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from sharding import check_tensor_axis
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 # The form of a layer's memory of a sequence: keys and values in pages, a state in its slot, both
 # (if all layers of the model have both), or none in a layer that is only an MLP.

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError
-from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
+from jaxserve.core.options import parse_dtype
+from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
@@ -91,7 +91,7 @@ def load_model(
       name_or_path: registered name, Hugging Face folder, GGUF file, name of the Hugging Face Hub
         (`org/name`, `org/name@revision`, `org/name:Q4_K_M` for a GGUF file), or (with
         `load="random"`) a configuration.
-      dtype: of the model, one of `DTYPES`; by default float32, or a bare configuration's.
+      dtype: of the model, as in `parse_dtype`; by default float32, or a bare configuration's.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device. Of two device groups, the encode group gets them.
@@ -118,7 +118,7 @@ def load_model(
     if any(map(_has_stages, groups)):
         layer_layout = "unrolled"
     mesh = groups[0]
-    how = _How(_dtype_name(dtype), layer_layout, mesh, progress, quantisation, huge_pages)
+    how = _How(parse_dtype(dtype), layer_layout, mesh, progress, quantisation, huge_pages)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
@@ -153,18 +153,6 @@ def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | N
     resolved = resolve(name_or_path)
     path = resolved.fetch(weights=False, progress=progress)
     return _folder_tokenizer(path)[0] if resolved.kind == "folder" else Tokenizer.from_gguf(path)
-
-
-def _dtype_name(dtype: jax.typing.DTypeLike | None) -> str | None:
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in DTYPES:
-        raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {DTYPES}")
-    return name
 
 
 def _has_stages(mesh: Mesh | StagePlan | None) -> bool:

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, final, overload
 
 import numpy as np
 from flax import nnx
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxserve.conversations import Conversation
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
-from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.options import RuntimeKeywords, RuntimeOptions, parse_dtype
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
@@ -93,7 +93,7 @@ class Runtime:
         eos_token_ids: Sequence[int] | None = None,
         mesh: Mesh | StagePlan | DeviceGroups | None = None,
         wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
-        **options: Any,
+        **options: Unpack[RuntimeKeywords],
     ):
         self.options = RuntimeOptions.parse(options)
         if not isinstance(model, Decoder):
@@ -137,7 +137,7 @@ class Runtime:
         dtype: str | None = None,
         mesh: Mesh | StagePlan | DeviceGroups | None = None,
         wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
-        **options: Any,
+        **options: Unpack[RuntimeKeywords],
     ) -> Runtime:
         """Create a runtime for a model by its name, from a Hugging Face folder or a GGUF file.
 
@@ -150,7 +150,8 @@ class Runtime:
             into the Hub's cache.
           revision: a branch, tag or commit of the Hub.
           load: "random" draws random weights for the folder's config.json and reads no weights.
-          dtype: "float32", "bfloat16" or "float16"; by default the platform's.
+          dtype: "float32", "bfloat16" or "float16", also as "bf16" and the like; the platform's by
+            default and for "auto".
 
         Raises:
           UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError, ModelCacheError,
@@ -161,7 +162,11 @@ class Runtime:
 
             name_or_path = at_revision(name_or_path, revision)
         loaded = load_for(
-            RuntimeOptions.parse(options), name_or_path, load=load, dtype=dtype, mesh=mesh
+            RuntimeOptions.parse(options),
+            name_or_path,
+            load=load,
+            dtype=parse_dtype(dtype),
+            mesh=mesh,
         )
         made = cls(
             nnx.merge(loaded.graphdef, loaded.params),
