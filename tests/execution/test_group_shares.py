@@ -52,7 +52,8 @@ POLICY = replace(
 )
 PROMPTS = random_prompts(8, longest=60)
 PARAMS = [
-    SamplingParams(max_tokens=1 + 5 * (i % 5), temperature=0.8 * (i % 2), seed=i)
+    # Long answers, which meet in the pool however late their prompts come over; and one token.
+    SamplingParams(max_tokens=(1, 22, 24, 28, 30)[i % 5], temperature=0.8 * (i % 2), seed=i)
     for i in range(len(PROMPTS))
 ]
 NUM_PAGES = 14

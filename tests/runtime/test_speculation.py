@@ -221,8 +221,12 @@ def test_the_decode_group_alone_speculates_also_after_devices_have_moved(wanted)
     with Runtime(tiny_llama(), **options) as runtime:
         for seed in range(2):
             num_before = runtime.stats().num_accepted_tokens
-            given = runtime.generate(*_asked(seed))
-            _check_same(given, wanted(seed), has_same_bits=False)  # two devices share the prompts
+            for _ in range(5):  # whether loops speculate depends on measured times
+                given = runtime.generate(*_asked(seed))
+                # Two devices share the prompts.
+                _check_same(given, wanted(seed), has_same_bits=False)
+                if runtime.stats().num_accepted_tokens > num_before:
+                    break
             assert runtime.stats().num_accepted_tokens > num_before
             groups = seen.executors[0].groups
             assert [group.config.num_proposed for group in groups] == [0, 8]
