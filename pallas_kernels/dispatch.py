@@ -159,7 +159,7 @@ def add(choice: Choice) -> None:
         each.append(choice)
     if choice not in _choices:
         _choices[choice] = None
-        _logger.info(
+        _logger.debug(
             "%s: %s on %s (%s), %s",
             choice.operation,
             choice.implementation,

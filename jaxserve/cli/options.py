@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final, get_type_hints
 
 import typer
 
@@ -167,6 +168,7 @@ TensorParallel = Annotated[
     int, _runtime("--tensor-parallel", text="Number of devices over which the model is split.")
 ]
 Journal = Annotated[Path | None, journal("Journal of the conversations; by default {default}.")]
+LogLevel = Literal["debug", "info", "warning", "error"]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 
@@ -190,6 +192,13 @@ def made_journal() -> Path:
 
 def describe(error: JaxserveError) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def log_to_stderr(level: LogLevel) -> None:
+    """Log what this package, its kernels and its predictor say, from this level on."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for package in ("jaxserve", "pallas_kernels", "predictor", "sharding"):
+        logging.getLogger(package).setLevel(level.upper())
 
 
 @contextmanager
@@ -434,6 +443,13 @@ class ServiceOptions:
         ),
     ] = None
     quiet: Quiet = False
+    log_level: Annotated[
+        LogLevel | None,
+        _runtime(
+            "--log-level",
+            text="What is logged to stderr. [default: info for serve, else warning]",
+        ),
+    ] = None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -454,6 +470,7 @@ class ServiceOptions:
         `conversations` is the journal; `more` are values of the command that override its options.
         """
         settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
+        log_to_stderr(settings.pop("log_level") or "warning")
         return open_service(model, **settings)
 
 

@@ -167,7 +167,10 @@ def serve(
         room = _room(service_options, adapter_folder, max_adapters, max_adapter_rank)
 
         def open_service() -> Any:
-            service: Any = service_options.open(model, conversations=journal, **room)
+            level = service_options.log_level or "info"
+            service: Any = service_options.open(
+                model, conversations=journal, log_level=level, **room
+            )
             # A fleet has no outlook.
             return service, None if service_options.is_fleet else service.outlook
 

@@ -37,6 +37,7 @@ from jaxserve.runtime.planner import MAX_PAUSE_S
 from jaxserve.runtime.pooling import Classification, Ranked, as_reranker, classify, embed, rerank
 from jaxserve.runtime.scoring import score
 from jaxserve.runtime.stats import RuntimeStats
+from jaxserve.runtime.status import StatusLog, log_start
 from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
 from jaxserve.scheduling.bounds import Outlook
 from jaxserve.scheduling.kv.transfer import KVPages
@@ -126,6 +127,9 @@ class Runtime:
         if parts.group is not None:
             parts.group.before_leaving(self._finalizer)
         parts.start()
+        log_start(self.model_config, self._replicas, self._weights_bytes)
+        status = StatusLog(self._replicas)
+        parts.opened.callback(status.close)
 
     @classmethod
     def from_pretrained(
