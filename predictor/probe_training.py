@@ -19,7 +19,7 @@ from predictor.calibration import Calibration
 from predictor.distribution import LengthDistributions
 from predictor.probe import LengthProbe, ProbeConfig, ProbeHead
 from predictor.refinement import Refinement
-from predictor.training import History, TrainingConfig, adamw
+from predictor.training import History, TrainingConfig, adamw, wait_for_earlier
 
 TRAINING = TrainingConfig(batch_size=256, learning_rate=1e-3, num_epochs=30, patience=4)
 # The grid of exponents that are tried on held-out readings.
@@ -154,6 +154,7 @@ def _fit(
                 batch = np.take(order, range(start, start + size), mode="wrap")
                 some = jnp.asarray(learned.activations[batch]), jnp.asarray(labels[batch])
                 losses.append(_step(head, optimizer, *some))
+                wait_for_earlier(losses)
                 bar.update()
             history.losses.append(float(np.mean([float(loss) for loss in losses])))
             history.held_out_losses.append(float(_loss(head, *judged)))

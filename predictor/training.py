@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,16 @@ class History:
         return int(np.argmin(self.held_out_losses))
 
 
+def wait_for_earlier(losses: Sequence[jax.Array]) -> None:
+    """Wait for all steps but the last two, given the losses of all.
+
+    JAX would dispatch a whole epoch ahead, which Ctrl-C then could not end, and of which the bar
+    would show nothing. Unlike `block_until_ready`, this wait ends at Ctrl-C.
+    """
+    while len(losses) > 2 and not losses[-3].is_ready():
+        time.sleep(0.001)
+
+
 def train(
     predictor: LengthPredictor,
     examples: Sequence[Example],
@@ -139,6 +150,7 @@ def train(
                 full[0, : len(batch)], full[1, : len(batch)] = labels[batch], weights[batch]
                 loss = _step(model, optimizer, *put(ids, mask, full[0].astype(np.int32), full[1]))
                 losses.append(loss)
+                wait_for_earlier(losses)
                 bar.update()
             history.losses.append(float(np.mean([float(loss) for loss in losses])))
             history.held_out_losses.append(judge.loss(_params(model)))

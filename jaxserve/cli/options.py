@@ -14,6 +14,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,8 +203,11 @@ def log_to_stderr(level: LogLevel) -> None:
 
 
 @contextmanager
-def exit_codes() -> Iterator[None]:
-    """Turn typed errors and Ctrl-C into a message on stderr and an exit code, not a traceback."""
+def exit_codes(*, ends_at_once: bool = False) -> Iterator[None]:
+    """Turn typed errors and Ctrl-C into a message on stderr and an exit code, not a traceback.
+
+    With `ends_at_once`, Ctrl-C does not wait for what still runs on the device, as Python would.
+    """
     try:
         yield
     except JaxserveError as error:
@@ -220,6 +224,9 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(EXIT_BAD_INPUT if is_bad_input else EXIT_FAILED) from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
+        if ends_at_once:
+            sys.stdout.flush()
+            os._exit(EXIT_INTERRUPTED)
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -189,7 +189,7 @@ def train(
     All prompts of a conversation are in one part of the split. The state after every epoch is kept
     in OUTPUT.checkpoints until training is done.
     """
-    with opt.exit_codes(), opt.refusals():
+    with opt.exit_codes(ends_at_once=True), opt.refusals():
         settings = Settings(
             data=data,
             model=model,

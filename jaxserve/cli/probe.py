@@ -197,7 +197,7 @@ def train(
     All answers of a conversation are in one part of the split; answers without a conversation are
     grouped by their prompts.
     """
-    with opt.exit_codes():
+    with opt.exit_codes(ends_at_once=True):
         settings = ProbeSettings(
             data=str(data),
             model=model,

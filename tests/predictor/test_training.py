@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from predictor import (
 )
 from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
 from predictor.evaluation import LinearBaseline, Majority, prompt_lengths
+from predictor.training import wait_for_earlier
 from sharding import make_mesh
 from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
 
@@ -216,3 +219,23 @@ def test_batches_have_texts_of_about_one_length():
     words = [f"w{i}" for i in range(50)]
     (short,) = encoder.tokens([" ".join(words)])
     assert len(short) == 32 and short[0] == 2 and short[-1] == 51
+
+
+class _Loss:
+    """A loss on the device, which is there when it was asked for three times."""
+
+    num_asked = 0
+
+    def is_ready(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked >= 3
+
+
+@pytest.mark.fast
+def test_at_most_two_steps_run_behind_the_newest():
+    """Ctrl-C ends what is in flight, not an epoch that was dispatched ahead."""
+    losses: list[Any] = []
+    for _ in range(6):
+        losses.append(_Loss())
+        wait_for_earlier(losses)
+    assert [loss.num_asked for loss in losses] == [3] * 4 + [0] * 2
