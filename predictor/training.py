@@ -79,7 +79,7 @@ class History:
         return int(np.argmin(self.held_out_losses))
 
 
-def wait_for_earlier(losses: Sequence[jax.Array]) -> None:
+def wait_for_earlier(losses: Sequence[Any]) -> None:
     """Wait for all steps but the last two, given the losses of all.
 
     JAX would dispatch a whole epoch ahead, which Ctrl-C then could not end, and of which the bar
