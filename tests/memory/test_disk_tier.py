@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from tests.common.processes import heeding_interrupts, interrupt
+from tests.common.waiting import until
 from tests.memory.gate import GatedFiles
 
 pytestmark = pytest.mark.fast
@@ -73,7 +73,6 @@ def test_the_least_recently_used_go_when_there_is_no_room(disk):
 
 
 def test_a_smaller_bound_after_a_restart_is_kept(disk):
-    """The oldest files are deleted."""
     for key in KEYS:
         disk.put(key, b"x" * 100)
     disk.flush()
@@ -200,14 +199,9 @@ def test_both_queues_are_bounded(tmp_path):
     disk.close()
 
 
-def _has_ended(timeout_s: float = 0.0) -> bool:
+def _has_ended() -> bool:
     """Return whether no thread of a disk tier is left."""
-    end_s = time.monotonic() + timeout_s
-    while any(thread.name == "jaxserve-disk" for thread in threading.enumerate()):
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.001)
-    return True
+    return all(thread.name != "jaxserve-disk" for thread in threading.enumerate())
 
 
 def test_closing_writes_what_waits_and_drops_what_is_asked_for(tmp_path):
@@ -240,7 +234,8 @@ def test_a_disk_that_hangs_is_left(tmp_path, caplog):
         disk.close()
     assert "has not answered for 0 s" in caplog.text and len(caplog.records) == 1
     files.writing.open()
-    assert _has_ended(10) and files.writing.calls == [KEYS[0]]
+    until(_has_ended)
+    assert files.writing.calls == [KEYS[0]]
 
 
 def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path):
@@ -255,5 +250,5 @@ def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path):
     threading.Timer(0.5, files.writing.open).start()
     with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
         disk.close()
-    assert _has_ended(10)
+    until(_has_ended)
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEYS[0].hex()}.page"]

@@ -6,24 +6,14 @@ import random
 
 import pytest
 
-from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
+from jaxserve.memory.cached_page import Branch, PageKeys
 from jaxserve.memory.eviction import LRU, CostOverTime, PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import HostPool
 from tests.common.tiers import seeds
+from tests.memory.made_up import COST, Clock, allocated, cached
 
 pytestmark = pytest.mark.fast
-
-COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _cache(
@@ -32,27 +22,6 @@ def _cache(
     clock = Clock()
     values = PageValues(4, eviction or CostOverTime(), COST, clock, copy_s)
     return PageCache(num_pages, host or HostPool(num_host_pages), values), values, clock
-
-
-def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedPage]:
-    """Return `num` cached pages of one conversation that is active now; no sequence owns them."""
-    branch = Branch(clock())
-    assert cache.pool.reserve(num)
-    owned = cache.pool.allocate(num)
-    pages = []
-    for index, page in enumerate(owned):
-        pages.append(cache.add(page, index, f"{name} {index}".encode(), branch))
-        branch.tip = pages[-1]
-    cache.pool.free(owned)
-    cache.check_integrity()
-    return pages
-
-
-def _allocate(cache: PageCache, num: int) -> list[int]:
-    assert cache.pool.reserve(num)
-    pages = cache.pool.allocate(num)
-    cache.check_integrity()
-    return pages
 
 
 def _lie(pages) -> str:
@@ -64,9 +33,9 @@ def _lie(pages) -> str:
 def test_leading_pages_go_first():
     """A leading page attends to fewer tokens, so it costs less to compute."""
     cache, _, clock = _cache()
-    pages = _cached(cache, clock, "a", 10)
+    pages = cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    _allocate(cache, 4)
+    allocated(cache, 4)
     assert _lie(pages) == "----dddddd" and cache.num_evicted == 4
     assert cache.find([b"a 0", b"a 4", b"b 0"]) == [pages[4]]
     assert cache.num_evicted_of([b"a 0", b"a 4", b"b 0"]) == 1
@@ -76,11 +45,11 @@ def test_leading_pages_go_first():
 def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
     """A late page of an old conversation is worth more than the first page of a newer one."""
     cache, _, clock = _cache(num_pages=301, eviction=eviction)
-    older = _cached(cache, clock, "older", 200)
+    older = cached(cache, clock, "older", 200)
     clock.now_s = 1.0
-    newer = _cached(cache, clock, "newer", 100)
+    newer = cached(cache, clock, "newer", 100)
     clock.now_s = 3.0
-    _allocate(cache, 100)
+    allocated(cache, 100)
     assert ("d" not in _lie(newer)) is False and "-" in _lie(older)
     assert ("-" in _lie(newer)) == (expected == "both")
 
@@ -88,8 +57,8 @@ def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
 def test_a_page_counts_for_every_conversation_that_shares_it():
     """The values are summed; a conversation whose last page is evicted does not count."""
     cache, values, clock = _cache()
-    (shared,) = _cached(cache, clock, "a", 1)
-    (alone,) = _cached(cache, clock, "b", 1)
+    (shared,) = cached(cache, clock, "a", 1)
+    (alone,) = cached(cache, clock, "b", 1)
     clock.now_s = 2.0
     assert values.value(shared) == values.value(alone)
     other = Branch(1.0, tip=alone)
@@ -102,12 +71,12 @@ def test_a_page_counts_for_every_conversation_that_shares_it():
 def test_pages_go_to_the_host_by_value_and_from_there_nowhere():
     """The host holds the most valuable pages of those that left the device."""
     cache, _, clock = _cache(num_host_pages=3)
-    pages = _cached(cache, clock, "a", 10)
+    pages = cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    _allocate(cache, 2)
+    allocated(cache, 2)
     assert _lie(pages) == "hhdddddddd"
     assert cache.copies_out(free_share=0.0) == ((_device_page(10), 0), (_device_page(9), 1))
-    _allocate(cache, 3)
+    allocated(cache, 3)
     assert _lie(pages) == "--hhhddddd"
 
 
@@ -119,17 +88,17 @@ def _device_page(page: int) -> int:
 def test_what_costs_less_to_compute_than_to_copy_is_dropped():
     """The copies to the host and back both count."""
     cache, _, clock = _cache(num_host_pages=10, copy_s=57.0)  # COST(4) is 104, COST(16) is 116
-    pages = _cached(cache, clock, "a", 10)
-    _allocate(cache, 5)
+    pages = cached(cache, clock, "a", 10)
+    allocated(cache, 5)
     assert _lie(pages) == "---hhddddd"
 
 
 def test_nothing_is_copied_ahead_while_something_comes_back():
     """Copies from the host have priority over copies to it."""
     cache, _, clock = _cache(num_host_pages=10)
-    first, *_ = _cached(cache, clock, "a", 10)
+    first, *_ = cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    (owned,) = _allocate(cache, 1)
+    (owned,) = allocated(cache, 1)
     cache.copies_out(free_share=0.0)
     cache.restore(first, owned)
     assert cache.copies_out(free_share=1.0) == ()
@@ -141,7 +110,7 @@ def test_a_page_without_a_name_is_dropped_where_its_contents_are_known():
     """One of two cached pages with equal contents is dropped."""
     cache, _, clock = _cache()
     branch = Branch(clock())
-    pages = _allocate(cache, 3)
+    pages = allocated(cache, 3)
     known = cache.add(pages[0], 0, b"x", branch)
     late, other = cache.add(pages[1], 0, None, branch), cache.add(pages[2], 0, None, branch)
     cache.pool.free(pages)
@@ -195,9 +164,9 @@ def test_counts_stay_right_under_random_use(seeds):
             clock.now_s += rng.random()
             action = rng.randrange(6)
             if action == 0 and cache.pool.num_available:
-                _cached(cache, clock, str(number // 8), rng.randint(1, cache.pool.num_available))
+                cached(cache, clock, str(number // 8), rng.randint(1, cache.pool.num_available))
             elif action == 1 and cache.pool.num_available:
-                owned.append(_allocate(cache, rng.randint(1, cache.pool.num_available)))
+                owned.append(allocated(cache, rng.randint(1, cache.pool.num_available)))
             elif action == 2 and owned:
                 cache.pool.free(owned.pop())
             elif action == 3:
@@ -207,7 +176,7 @@ def test_counts_stay_right_under_random_use(seeds):
                         cache.pool.lock([page.device_page])
                         owned.append([page.device_page])
                     elif page.device_page is None and cache.pool.num_available:
-                        owned.append(_allocate(cache, 1))
+                        owned.append(allocated(cache, 1))
                         if page.host_page is not None:
                             cache.restore(page, owned[-1][0])
             elif action == 4:

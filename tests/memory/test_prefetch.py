@@ -6,25 +6,15 @@ import random
 
 import pytest
 
-from jaxserve.memory.cached_page import Branch, CachedPage
-from jaxserve.memory.eviction import CostOverTime, PageValues, RecomputeCost
+from jaxserve.memory.cached_page import CachedPage
+from jaxserve.memory.eviction import CostOverTime, PageValues
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, HostPool
 from jaxserve.memory.prefetch import Prefetch
 from tests.common.tiers import seeds
+from tests.memory.made_up import COST, Clock, cached
 
 pytestmark = pytest.mark.fast
-
-COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _cache(num_pages: int = 11, num_host_pages: int = 100) -> tuple[PageCache, Prefetch, Clock]:
@@ -32,19 +22,6 @@ def _cache(num_pages: int = 11, num_host_pages: int = 100) -> tuple[PageCache, P
     values = PageValues(4, CostOverTime(), COST, clock, 0.0)
     cache = PageCache(num_pages, HostPool(num_host_pages), values)
     return cache, Prefetch(cache, values), clock
-
-
-def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedPage]:
-    """Return `num` cached pages of a conversation that is active now; no sequence owns them."""
-    assert cache.pool.reserve(num)
-    owned = cache.pool.allocate(num)
-    branch = Branch(clock())
-    pages = []
-    for index, page in enumerate(owned):
-        pages.append(cache.add(page, index, f"{name} {index}".encode(), branch))
-        branch.tip = pages[-1]
-    cache.pool.free(owned)
-    return pages
 
 
 def _plan(cache: PageCache, free_share: float = 0.0) -> tuple[tuple, tuple]:
@@ -61,9 +38,9 @@ def _go_on(pages: list[CachedPage], now_s: float) -> None:
 
 def _on_host(cache: PageCache, clock: Clock, num: int = 10) -> list[CachedPage]:
     """Return pages on the host only; another conversation has the device's pages, with copies."""
-    pages = _cached(cache, clock, "awaited", num)
+    pages = cached(cache, clock, "awaited", num)
     clock.now_s += 1.0
-    _cached(cache, clock, "other", 10)
+    cached(cache, clock, "other", 10)
     _plan(cache)
     clock.now_s += 1.0
     _plan(cache, free_share=1.0)
@@ -97,9 +74,9 @@ def test_pages_of_an_inactive_conversation_replace_no_later_ones():
 def test_what_has_no_copy_does_not_give_way():
     """Otherwise a prefetch would cause a copy to the host, which has lower priority on the link."""
     cache, prefetch, clock = _cache(num_host_pages=12)
-    pages = _cached(cache, clock, "awaited", 10)
+    pages = cached(cache, clock, "awaited", 10)
     clock.now_s += 1.0
-    _cached(cache, clock, "other", 10)
+    cached(cache, clock, "other", 10)
     _plan(cache)
     _go_on(pages, clock.now_s)
     assert cache.pool.num_copied == 0 and prefetch.bring(pages) == []
@@ -108,9 +85,9 @@ def test_what_has_no_copy_does_not_give_way():
 def test_what_leaves_with_the_next_plan_neither_gives_way_nor_comes_back():
     """Its copy has not been made yet."""
     cache, prefetch, clock = _cache()
-    pages = _cached(cache, clock, "awaited", 10)
+    pages = cached(cache, clock, "awaited", 10)
     clock.now_s += 1.0
-    (last,) = _cached(cache, clock, "other", 1)
+    (last,) = cached(cache, clock, "other", 1)
     gone = [page for page in pages if page.device_page is None]
     assert gone == pages[:1] and cache.is_outgoing(gone[0])
     cache.evict(last)
@@ -148,7 +125,7 @@ def test_counts_stay_right_under_random_use(seeds):
             clock.now_s += rng.random()
             action, room = rng.randrange(5), cache.pool.num_available
             if action <= 1 and room:
-                known += _cached(cache, clock, str(number), rng.randint(1, room))
+                known += cached(cache, clock, str(number), rng.randint(1, room))
             elif action == 2 and room:
                 count = rng.randint(1, room)
                 assert cache.pool.reserve(count)
