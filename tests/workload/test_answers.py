@@ -12,16 +12,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload.answers import FinishedAnswer, read_examples, read_finished, read_lengths
 from jaxserve.workload.recorded import TraceWriter
 from predictor import Example, split_in_three, write_jsonl
-
-
-class WordTokenizer:
-    """A tokenizer with one token per word; ids decode to their numbers."""
-
-    def encode(self, text: str) -> list[int]:
-        return [len(word) for word in text.split()]
-
-    def decode(self, token_ids) -> str:
-        return " ".join(map(str, token_ids))
+from tests.workload.made_up import WordTokenizer, record_of, written
 
 
 def _read(source: str, **settings) -> list[Example]:
@@ -32,12 +23,8 @@ def test_every_answered_question_of_sharegpt(tmp_path):
     """Questions come without history; questions without an answer are skipped."""
     talk = ("human", "a"), ("gpt", "b b"), ("gpt", "more"), ("human", "c"), ("gpt", "d d d")
     rest = ("system", "x"), ("human", "unanswered"), ("human", "e"), ("gpt", " ")
-    records = [
-        {"id": name, "conversations": [{"from": who, "value": text} for who, text in turns]}
-        for name, turns in (("first", talk), ("second", rest), ("third", talk[:2]))
-    ]
-    path = tmp_path / "sharegpt.json"
-    path.write_text(json.dumps(records))
+    talks = (("first", talk), ("second", rest), ("third", talk[:2]))
+    path = written(tmp_path / "sharegpt.json", [record_of(*each) for each in talks])
     found = _read("sharegpt", path=path)
     wanted = [Example("a", 2, "first"), Example("c", 3, "first"), Example("a", 2, "third")]
     assert sorted(found, key=str) == sorted(wanted, key=str)
@@ -50,9 +37,8 @@ def test_every_answered_question_of_sharegpt(tmp_path):
 def test_a_models_own_answers_to_sharegpt(tmp_path):
     """One file has the lengths, ShareGPT's has the questions; empty answers are skipped."""
     talk = ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"), ("gpt", "f")
-    record = {"id": "x_1", "conversations": [{"from": who, "value": text} for who, text in talk]}
-    shared, own = tmp_path / "sharegpt.json", tmp_path / "own.jsonl"
-    shared.write_text(json.dumps([record]))
+    own = tmp_path / "own.jsonl"
+    shared = written(tmp_path / "sharegpt.json", [record_of("x_1", talk)])
     lines = [{"record": "x_1", "turn": turn, "output_length": 7 * turn} for turn in (2, 0, 1)]
     own.write_text("\n".join(map(json.dumps, lines)))
     found = _read(f"answered:{own}", path=shared)
@@ -237,6 +223,5 @@ def test_other_files_are_refused(tmp_path, text, said):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    """A file that cannot be read is refused with a typed error."""
     with pytest.raises(InvalidConfigError, match="cannot read lengths"):
         read_lengths(tmp_path / "none")

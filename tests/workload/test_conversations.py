@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from jaxserve.core.config import EngineConfig
@@ -13,30 +11,23 @@ from jaxserve.planning import simulate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import sharegpt
 from jaxserve.workload.conversations import Talk, Talks, Turn, sample
-
-
-class WordTokenizer:
-    """A tokenizer with one token per word."""
-
-    def encode(self, text: str) -> list[int]:
-        return [len(word) for word in text.split()]
+from tests.workload.made_up import WordTokenizer, record_of, written
 
 
 def _write(path, lengths: list[list[tuple[int, int]]]):
     """Write records whose rounds have this many words of question and answer."""
     records = [
-        {
-            "id": f"talk{number}",
-            "conversations": [
-                {"from": who, "value": " ".join([who] * count)}
+        record_of(
+            f"talk{number}",
+            (
+                (who, " ".join([who] * count))
                 for asked, said in rounds
                 for who, count in (("human", asked), ("gpt", said))
-            ],
-        }
+            ),
+        )
         for number, rounds in enumerate(lengths)
     ]
-    path.write_text(json.dumps(records))
-    return path
+    return written(path, records)
 
 
 def test_drawn_from_sharegpt(tmp_path):
@@ -66,21 +57,11 @@ def test_records_of_one_conversation_are_put_together(tmp_path):
         ("b_0", "q1 a1"),
         ("c", "q1 a1"),
     ]
-    path = tmp_path / "sharegpt.json"
-    path.write_text(
-        json.dumps(
-            [
-                {
-                    "id": id,
-                    "conversations": [
-                        {"from": "human" if word[0] == "q" else "gpt", "value": word}
-                        for word in words.split()
-                    ],
-                }
-                for id, words in records
-            ]
-        )
-    )
+    turns = {
+        id: [("human" if word[0] == "q" else "gpt", word) for word in words.split()]
+        for id, words in records
+    }
+    path = written(tmp_path / "sharegpt.json", [record_of(*each) for each in turns.items()])
     whole = list(sharegpt.whole(sharegpt.read(path)))
     texts = [" ".join(text for _, text in talk.messages) for talk in whole]
     assert texts == ["q1 a1 q2 a2 q3 a3 q4 a4", "q1 a1", "q1 a1"]

@@ -9,25 +9,12 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import sharegpt
-
-
-class WordTokenizer:
-    """A tokenizer with one token per word."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the length of every word."""
-        return [len(word) for word in text.split()]
+from tests.workload.made_up import WordTokenizer, record_of
 
 
 def _record(number: int, question: str, answer: str, first: str = "human") -> dict:
-    return {
-        "id": f"talk-{number}",
-        "conversations": [
-            {"from": first, "value": question},
-            {"from": "gpt", "value": answer},
-            {"from": "human", "value": "thanks"},
-        ],
-    }
+    turns = [(first, question), ("gpt", answer), ("human", "thanks")]
+    return record_of(f"talk-{number}", turns)
 
 
 def _write(path: Path, records: list[dict], cut_bytes: int = 0) -> Path:
