@@ -57,8 +57,10 @@ def circles(sources: Iterable[Source]) -> list[str]:
     Every import statement counts, also in functions and for type checkers. The implicit import of
     a package's `__init__` before its modules does not count.
     """
-    found = _components(edges_of(sources))
-    return [" <-> ".join(sorted(component)) for component in found if len(component) > 1]
+    edges = edges_of(sources)
+    known = {module: known_to(module, edges) for module in edges}
+    found = {frozenset(o for o in known[module] if module in known[o]) for module in edges}
+    return sorted(" <-> ".join(sorted(circle)) for circle in found if len(circle) > 1)
 
 
 def edges_of(sources: Iterable[Source]) -> dict[str, list[str]]:
@@ -74,8 +76,9 @@ def known_to(module: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
     """Return a module and all modules that it imports, directly or indirectly."""
     known, new = {module}, [module]
     while new:
-        new = [name for name in edges.get(new.pop(), ()) if name not in known] + new
-        known.update(new)
+        found = set(edges.get(new.pop(), ())) - known
+        known |= found
+        new += found
     return known
 
 
@@ -87,36 +90,3 @@ def _target(found: Import, modules: Mapping[str, Source]) -> str | None:
         return found.name
     parent = found.name.rpartition(".")[0]
     return parent if parent in modules else None
-
-
-def _components(edges: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return the strongly connected components (Tarjan 1972, without recursion)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-    for root in edges:
-        if root in index:
-            continue
-        path = [(root, iter(edges[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        while path:
-            name, targets = path[-1]
-            for target in targets:
-                if target not in index:
-                    index[target] = low[target] = len(index)
-                    stack.append(target)
-                    path.append((target, iter(edges[target])))
-                    break
-                if target in stack:
-                    low[name] = min(low[name], index[target])
-            else:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[name])
-                if low[name] == index[name]:
-                    at = stack.index(name)
-                    found.append(stack[at:])
-                    del stack[at:]
-    return found
