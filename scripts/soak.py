@@ -27,7 +27,7 @@ from tqdm import tqdm
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import EngineBusyError, JaxserveError, QueueFullError
 from jaxserve.core.request import Completion
-from jaxserve.runtime.pending import Pending
+from jaxserve.engine.pending import Pending
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor
 from jaxserve.testing.tiny import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
@@ -74,7 +74,7 @@ class Counts:
             self.num_begun += 1
             return self.num_begun
 
-    def follow(self, pending: Pending) -> None:
+    def follow(self, pending: Pending[Completion]) -> None:
         with self._lock:
             self._open[pending.request_id] = 0
         pending.future.add_done_callback(self._ended)
@@ -222,7 +222,7 @@ def _prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 24))]
 
 
-def _submitted(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> Pending:
+def _submitted(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> Pending[Completion]:
     pending = rt.submit(_prompt(rng), _params(rng), request_id=f"soak-{number}")
     counts.follow(pending)
     return pending

@@ -29,7 +29,7 @@ from flax import nnx
 from jaxserve import Completion, Runtime, SamplingParams
 from jaxserve.core.errors import InvalidParamsError, StaleWeightsError
 from jaxserve.engine.answers import Piece
-from jaxserve.runtime.pending import Pending
+from jaxserve.engine.pending import Pending
 from jaxserve.testing.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 from scripts.soak import resident_bytes
 
@@ -70,7 +70,7 @@ class Compilations:
 class _Asked:
     """A request, with the version of the weights at its submission and the pieces of its stream."""
 
-    pending: Pending
+    pending: Pending[Completion]
     version: int
     pieces: list[Piece] = field(default_factory=list)
 

@@ -29,7 +29,7 @@ from jaxserve.core.errors import (
     UnfoldError,
 )
 from jaxserve.core.request import FinishReason
-from jaxserve.engine.device_loop import DeviceWork
+from jaxserve.engine.loop import EngineBase
 
 
 @final
@@ -272,7 +272,7 @@ class Lanes:
 
 
 @final
-class CellEngine(DeviceWork[CellAnswer]):
+class CellEngine(EngineBase[CellAnswer]):
     """Runs graphs of cells with a policy's tasks. It is not thread-safe: one loop owns it.
 
     Args:

@@ -41,8 +41,8 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.device_loop import DeviceLoop
-from jaxserve.engine.pending import PendingRequest, wait_for_all
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.pending import Pending, wait_for_all
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.report import Report
 from pallas_kernels import dispatch
@@ -131,7 +131,7 @@ class CellRuntime:
         self._clock: Clock = clock
         self._max_nodes = max_nodes
         self._engine = CellEngine(executor, policy, clock, **limits, max_admitted=_CHUNK)
-        self._loop: DeviceLoop[CellAnswer] = DeviceLoop(self._engine, clock, name="jaxserve-cells")
+        self._loop: EngineLoop[CellAnswer] = EngineLoop(self._engine, clock, name="jaxserve-cells")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open_ids: set[str] = set()
@@ -176,7 +176,7 @@ class CellRuntime:
 
     def submit(
         self, input: Any, *, request_id: str | None = None, on_piece: CellSink | None = None
-    ) -> PendingRequest[CellCompletion]:
+    ) -> Pending[CellCompletion]:
         """Submit one input, and return at once.
 
         Args:
@@ -263,10 +263,10 @@ class CellRuntime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit_all(self, inputs: Iterable[Any]) -> list[PendingRequest[CellCompletion]]:
+    def _submit_all(self, inputs: Iterable[Any]) -> list[Pending[CellCompletion]]:
         self._check_may_wait()
         self._loop.check()
-        pending: list[PendingRequest[CellCompletion]] = []
+        pending: list[Pending[CellCompletion]] = []
         left = iter(inputs)
         try:
             while some := list(itertools.islice(left, _CHUNK)):
@@ -277,7 +277,7 @@ class CellRuntime:
             raise
         return pending
 
-    def _submit_some(self, inputs: Sequence[Any]) -> list[PendingRequest[CellCompletion]]:
+    def _submit_some(self, inputs: Sequence[Any]) -> list[Pending[CellCompletion]]:
         answers: list[CellAnswer | JaxserveError] = []
         for input in inputs:
             try:
@@ -314,7 +314,7 @@ class CellRuntime:
         _ = flat.graph.links  # computed here, not on the runtime's thread
         return flat
 
-    def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:
+    def _hand_over(self, answers: Sequence[CellAnswer]) -> list[Pending[CellCompletion]]:
         named = [answer for answer in answers if not answer.id.startswith(_OWN_IDS)]
         for answer in named:
             with self._lock:
@@ -330,14 +330,14 @@ class CellRuntime:
             for answer in named:
                 self._release(answer.id)
             raise
-        return [PendingRequest(answer.id, answer.future, self.cancel) for answer in answers]
+        return [Pending(answer.id, answer.future, self.cancel) for answer in answers]
 
     def _release(self, request_id: str, _: object = None) -> None:
         with self._lock:
             self._open_ids.discard(request_id)
 
-    def _refused(self, error: JaxserveError) -> PendingRequest[CellCompletion]:
-        return PendingRequest.ended(failed_completion("refused", error, self._clock.now()))
+    def _refused(self, error: JaxserveError) -> Pending[CellCompletion]:
+        return Pending.ended(failed_completion("refused", error, self._clock.now()))
 
     def _check_may_wait(self) -> None:
         if self._loop.is_here:
@@ -371,7 +371,7 @@ def _warm_up(executor: CompilingExecutor, *, progress: bool) -> None:
         compile_step()
 
 
-def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) -> None:
+def _wait(pending: Sequence[Pending[CellCompletion]], *, progress: bool) -> None:
     wait_for_all(
         pending,
         label="computing",
@@ -381,7 +381,7 @@ def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) 
     )
 
 
-def _close(loop: DeviceLoop[CellAnswer], executor: CompilingExecutor) -> None:
+def _close(loop: EngineLoop[CellAnswer], executor: CompilingExecutor) -> None:
     loop.close()
     if loop.is_here:  # the step that called this may still use the executor
         threading.Thread(target=_close, args=(loop, executor), name="jaxserve-cells-close").start()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.conversations.journal import Journal, JournalEntry
-from jaxserve.conversations.off_loop import entered, in_thread
 from jaxserve.conversations.prompts import (
     NextPrompt,
     Render,
@@ -35,6 +34,7 @@ from jaxserve.core.errors import (
     TurnTimeoutError,
     UnknownConversationError,
 )
+from jaxserve.core.off_loop import entered, in_thread
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 

@@ -1,10 +1,10 @@
-"""Converts sequences to the pieces and completions that a user gets."""
+"""Converts sequences to the pieces and completions that users get."""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, final
@@ -20,11 +20,12 @@ from jaxserve.core.request import (
     TokenLogprob,
 )
 from jaxserve.engine.grammars import CompiledGrammar
-from jaxserve.engine.versions import TokenVersions, Weights
 from jaxserve.scheduling.lengths import LengthEstimate
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.scheduling.sequence import Sequence as Running
+
+_log = logging.getLogger(__name__)
 
 
 class Detokenizer(Protocol):
@@ -148,10 +149,49 @@ class Piece:
     weights_version: int = 0
 
 
-_log = logging.getLogger(__name__)
-
 PieceSink = Callable[[Piece], None]
 DecoderFactory = Callable[[], Detokenizer]
+
+
+@final
+@dataclass(frozen=True)
+class Weights:
+    """The weights of an engine.
+
+    Attributes:
+      version: 0 for the initial weights; it increases with every update.
+      oldest_kept: the oldest version of the first token of a sample that continues.
+    """
+
+    version: int = 0
+    oldest_kept: int = 0
+
+
+@final
+class TokenVersions:
+    """The versions of the weights that computed the tokens of one sample, stored as changes."""
+
+    def __init__(self, version: int):
+        self._starts = [(version, 0)]
+
+    @property
+    def newest(self) -> int:
+        return self._starts[-1][0]
+
+    def change(self, version: int, num_tokens: int) -> None:
+        """Record that other weights compute the tokens after the first `num_tokens`."""
+        if self._starts[-1][1] == num_tokens:  # the former version computed none
+            self._starts.pop()
+        self._starts.append((version, num_tokens))
+
+    def runs(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return (version, number of tokens) of the first `num_tokens` tokens, in their order."""
+        ends = [*(start for _, start in self._starts[1:]), num_tokens]
+        return tuple(
+            (version, min(end, num_tokens) - start)
+            for (version, start), end in zip(self._starts, ends, strict=True)
+            if start < min(end, num_tokens)
+        )
 
 
 @final
@@ -217,17 +257,16 @@ class Answer:
         has_begun = any(each.times.admitted_s is not None for each in self.sequences)
         return not (has_begun or self.future.done())
 
-    @property
-    def has_shown(self) -> bool:
-        """Whether a sink has received tokens, which cannot be revoked."""
-        return self._sink is not None and any(self._num_delivered)
-
-    def restart(self) -> None:
-        """Drop the delivered tokens and text. Call it only if `has_shown` is false."""
-        assert not self.has_shown
-        self._num_delivered = [0] * len(self._num_delivered)
-        self._versions = [TokenVersions(versions.newest) for versions in self._versions]
-        self._assemblers = self._new_assemblers()
+    def restart(self, scheduler: Scheduler) -> None:
+        """Compute the samples again; drop their tokens, unless a sink has some or one has ended."""
+        has_shown = self._sink is not None and any(self._num_delivered)
+        keeps_output = has_shown or any(each.phase is Phase.FINISHED for each in self.sequences)
+        for sequence in self.sequences:
+            scheduler.restart(sequence, keeps_output=keeps_output)
+        if not keeps_output:
+            self._num_delivered = [0] * len(self._num_delivered)
+            self._versions = [TokenVersions(versions.newest) for versions in self._versions]
+            self._assemblers = self._new_assemblers()
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
         """Deliver the new tokens of `sequence`, and end it when a stop string is complete."""
@@ -374,6 +413,77 @@ class Answer:
             else None,
             version_runs=self._versions[i].runs(len(sequence.output)),
         )
+
+
+@final
+class Answers:
+    """The open answers of an engine. Only the engine's thread uses it.
+
+    `on_ended` is called with each request that began and has ended, before its future is resolved.
+    """
+
+    def __init__(self, scheduler: Scheduler, on_ended: Callable[[Request, Completion], None]):
+        self._scheduler = scheduler
+        self._on_ended = on_ended
+        self._open: dict[str, Answer] = {}
+        self._by_sequence: dict[int, Answer] = {}
+
+    def begin(self, answer: Answer, sequences: list[Running], weights: Weights) -> None:
+        self._open[answer.request.id] = answer
+        self._by_sequence.update((sequence.key, answer) for sequence in sequences)
+        answer.begin(sequences, weights)
+        for sequence in sequences:
+            if sequence.output:  # forced by a grammar before any step
+                answer.deliver(sequence, self._scheduler)
+        self._settle(answer)
+
+    def deliver(self, all_news: Iterable[Progress]) -> None:
+        """Deliver new tokens; sequences without an answer are left out."""
+        if not self._open:
+            return
+        touched: dict[str, Answer] = {}
+        # First tokens go first: a user waits for each, and may not notice a later one's delay.
+        for news in sorted(all_news, key=lambda each: len(each.sequence.output) > each.num_new):
+            answer = self._by_sequence.get(news.sequence.key)
+            if answer is not None:
+                answer.deliver(news.sequence, self._scheduler)
+                touched[answer.request.id] = answer
+        for answer in touched.values():
+            self._settle(answer)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with its present output; do nothing if it has ended or is unknown."""
+        answer = self._open.get(request_id)
+        if answer is not None:
+            for sequence in answer.sequences:
+                self._scheduler.end(sequence, "cancelled")
+            self._settle(answer)
+
+    def cancel_all(self) -> None:
+        for request_id in list(self._open):
+            self.cancel(request_id)
+
+    def restart(self) -> None:
+        """Start every request again, except that what was shown or has ended is kept."""
+        for answer in self._open.values():
+            answer.restart(self._scheduler)
+
+    def go_on_with(self, weights: Weights) -> None:
+        """Continue with these weights, which may be new; nothing is in flight."""
+        for answer in list(self._open.values()):
+            answer.go_on_with(weights, self._scheduler)
+            self._settle(answer)
+
+    def fail(self, error: JaxserveError, not_begun: Sequence[Answer], now_s: float) -> None:
+        """End every answer with an error, also those that have not begun or failed to begin."""
+        for answer in (self._open | {each.request.id: each for each in not_begun}).values():
+            answer.fail(error, now_s)
+
+    def _settle(self, answer: Answer) -> None:
+        if answer.settle(self._on_ended):
+            for sequence in answer.sequences:
+                del self._by_sequence[sequence.key]
+            del self._open[answer.request.id]
 
 
 def _stale(sequence: Running, version: int, weights: Weights) -> StaleWeightsError:

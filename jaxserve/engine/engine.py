@@ -1,4 +1,4 @@
-"""The host loop: plan a step, submit it, collect the previous one."""
+"""The engine: plan a step, submit it, collect the previous one, and deliver its tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from os import urandom
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import HostMemoryError, StepMemoryError
-from jaxserve.core.request import Request
+from jaxserve.core.errors import HostMemoryError, JaxserveError, StepMemoryError
+from jaxserve.core.request import Completion, Request
+from jaxserve.engine.answers import Answer, Answers, Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource
-from jaxserve.engine.recorder import Recorder
-from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.versions import Weights
+from jaxserve.engine.loop import EngineBase, Running
+from jaxserve.engine.recorder import EngineObserver, EngineStats, Recorder, RequestLog
 from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
@@ -34,14 +34,27 @@ from jaxserve.scheduling.sequence import Sequence
 _log = logging.getLogger(__name__)
 
 
-class _InFlight(NamedTuple):
-    plan: StepPlan
-    handle: StepHandle
+@final
+class _SwapCosts(EngineObserver):
+    """Tells the KV manager what swaps cost, which executors measure after their start."""
+
+    def __init__(self, executor: Executor, kv: KVManager):
+        self._executor = executor
+        self._kv = kv
+        self._known = executor.swap_costs
+
+    def on_submitted(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        if self._known is not self._executor.swap_costs:
+            self._known = self._executor.swap_costs
+            self._kv.swap_by(self._known)
 
 
 @final
-class Engine:
+class Engine(EngineBase[Answer]):
     """Drives an executor with a policy's plans. It is not thread-safe: one loop owns it.
+
+    A loop calls `begin` with answers, which get their tokens. Simulations call `add` with requests,
+    and read the progress that `step` returns.
 
     Args:
       clock: the clock of the records; the executor's own clock if it is simulated.
@@ -51,6 +64,7 @@ class Engine:
       grammars: compiled grammars, which answers obey; None to let tokens be any.
       disk: tier for the cached pages that leave the executor's host memory, and for the pages of
         earlier runs; None for no disk tier. `close` closes it.
+      logs: get every request that began and ended, unless the loop itself failed.
 
     Attributes:
       weights: those that the next steps compute with.
@@ -60,6 +74,8 @@ class Engine:
     Raises:
       InvalidConfigError: the policy plans for more device groups than the executor has.
     """
+
+    memory_remedy = "pass a smaller kv_memory, max_step_tokens or max_slots"
 
     def __init__(
         self,
@@ -71,6 +87,7 @@ class Engine:
         replica: int = 0,
         disk: DiskTier | None = None,
         grammars: GrammarSource | None = None,
+        logs: Seq[RequestLog] = (),
     ):
         if policy.num_device_groups > 1:
             check_has_groups(policy, executor.num_device_groups)
@@ -84,20 +101,24 @@ class Engine:
             host_memory=executor.host_memory,
             on_arrival=self._notify,
         )
-        self.recorder = Recorder(executor.config, replica)
+        self.stats = EngineStats(clock)
+        self.recorder = Recorder(executor.config, self.stats, replica)
+        self._observers = (self.stats, self.recorder, _SwapCosts(executor, self._kv))
+        self._logs = logs
         self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement, self.recorder.pace)
         self._constraints = Constraints(self.scheduler, grammars)
-        self.stats = EngineStats(clock)
+        self._answers = Answers(self.scheduler, self.on_ended)
         self.weights = Weights()
         self._deferred = Deferred()
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
-        self._swap_costs = executor.swap_costs
         groups = range(policy.num_device_groups)
         lanes = groups if len(groups) == 1 else (LINK, *groups)
         # Of each device group, and of the link between them: in order, the steps not yet read.
-        self._in_flight: dict[int, deque[_InFlight]] = {lane: deque() for lane in lanes}
+        self._in_flight: dict[int, deque[tuple[StepPlan, StepHandle]]] = {
+            lane: deque() for lane in lanes
+        }
 
     @property
     def has_work(self) -> bool:
@@ -137,8 +158,47 @@ class Engine:
             self.stats.take_in(self._constraints.counters())
         return sequences
 
+    # ---- for its loop ----
+
+    def begin(self, job: Answer) -> None:
+        self._answers.begin(job, self.add(job.request), self.weights)
+
+    def cancel(self, id: str) -> None:
+        self._answers.cancel(id)
+
+    def rest(self) -> None:
+        self.stats.end_busy_period()
+
+    def make_room(self, running: Running) -> None:
+        if running == "finish":
+            return
+        self._answers.deliver(self.drain())
+        if running == "restart":
+            self._answers.restart()
+        elif running == "abort":
+            self._answers.cancel_all()
+
+    def settle(self) -> None:
+        self._answers.go_on_with(self.weights)
+
+    def cancel_all(self) -> None:
+        self._answers.cancel_all()
+
+    def fail_all(self, error: JaxserveError, not_begun: Seq[Answer]) -> None:
+        self._answers.fail(error, not_begun, self._clock.now())
+        self._abandon()
+
+    def on_ended(self, request: Request, completion: Completion) -> None:
+        """Tell the observers, and the logs, of a request that has ended."""
+        for observer in self._observers:
+            observer.on_ended(request, completion)
+        for log in self._logs:
+            log.append(request, completion)
+
+    # ---- steps ----
+
     def step(self) -> list[Progress]:
-        """Submit the next step, then collect the oldest one if it is due; return its progress.
+        """Submit the next step, then collect the oldest one if it is due; return the progress.
 
         The next step is planned and submitted before the previous one is collected, so that the
         device has work while the host applies results. Each of several device groups has its own
@@ -148,44 +208,75 @@ class Engine:
         try:
             plan = self._plan()
         except HostMemoryError as error:  # pages from the disk have no room; nothing is planned
-            return news + self.drain() + self._go_on_without([], error)
-        if plan is not None:
-            self._on_planned(plan)
-            try:
-                self._submit(plan)
-            except Exception as error:
-                return news + self.drain() + self._go_on_without([plan], error)
-            self._on_submitted(plan)
-            if self._open_groups:
-                return news
-        if self._is_at_work:
-            return news + self._collect()
-        if self.has_work and self.scheduler.wake_s is None:
-            raise AssertionError("work is left, but no step can be planned")
+            news += self._go_on_without([], error)
+        else:
+            news += self._collect_if_due() if plan is None else self._submit(plan)
+        self._answers.deliver(news)
         return news
 
     def _plan(self) -> StepPlan | None:
         begin_s = time.perf_counter()
         plan = self.scheduler.plan(self._open_groups)
-        self.stats.after_plan(time.perf_counter() - begin_s)
+        self.stats.planning_s += time.perf_counter() - begin_s
         return None if plan is None else self._constraints.masked(plan)
 
-    def _on_planned(self, plan: StepPlan) -> None:
-        gap_before_s = self.stats.host_gap_s
+    def _submit(self, plan: StepPlan) -> list[Progress]:
         lane = self._in_flight[plan.group]
-        self.stats.before_submit(lane[-1].handle if lane else None)
-        self.recorder.step_submitted(
-            plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
-        )
+        for observer in self._observers:
+            observer.on_planned(plan, self.scheduler, is_idle=_is_idle(lane))
+        try:
+            lane.append((plan, self._executor.submit(plan)))
+        except Exception as error:
+            return self._go_on_without([plan], error)
+        for observer in self._observers:
+            observer.on_submitted(plan, self.scheduler)
+        return [] if self._open_groups else self._collect()
 
-    def _submit(self, plan: StepPlan) -> None:
-        self._in_flight[plan.group].append(_InFlight(plan, self._executor.submit(plan)))
+    def _collect_if_due(self) -> list[Progress]:
+        if self._is_at_work:
+            return self._collect()
+        if self.has_work and self.scheduler.wake_s is None:
+            raise AssertionError("work is left, but no step can be planned")
+        return []
 
-    def _on_submitted(self, plan: StepPlan) -> None:
-        if self._swap_costs is not self._executor.swap_costs:  # measured after the start
-            self._swap_costs = self._executor.swap_costs
-            self._kv.swap_by(self._swap_costs)
-        self.stats.after_submit(plan, self.scheduler)
+    def _collect(self) -> list[Progress]:
+        lane = self._first_lane()
+        plan, handle = lane.popleft()
+        try:
+            result = handle.collect()
+        except Exception as error:
+            # Later steps read what it wrote.
+            later = [each for lane in self._in_flight.values() for each, _ in lane]
+            self._abandon()
+            return self._go_on_without([plan, *later], error)
+        return self._apply(plan, result)
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        is_idle = _is_idle(self._in_flight[plan.group])
+        for observer in self._observers:
+            observer.on_collected(plan, is_idle=is_idle)
+        self.scheduler.speculation.take_in(plan, result, self.recorder.newest_step_s)
+        news = self.scheduler.apply(plan, result)
+        if plan.masks is not None:
+            self._constraints.take_in(plan, news)
+            self.stats.take_in(self._constraints.counters())
+        return news
+
+    def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
+        """Collect what is in flight, and continue without KV after lost steps.
+
+        Raises `error` unless memory was too small.
+        """
+        news = self.drain()
+        if not is_out_of_memory(error) or not self._executor.reset():
+            raise error
+        self.stats.num_lost_steps += len(lost)
+        of_lost = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
+        fail_and_restart(self.scheduler, of_lost, lost[0].rows if lost else (), error)
+        self.forget_kept_pages(keeps_disk=True)
+        if isinstance(error, HostMemoryError):
+            self._kv.host.close()
+        return news + of_lost
 
     def _refuse_late(self) -> list[Progress]:
         """End the requests that have not begun and can no longer keep their latency bounds."""
@@ -197,9 +288,11 @@ class Engine:
         return news
 
     def use_idle_time(self) -> bool:
-        """Do a part of the executor's deferred work; False if none is left."""
+        if self._is_at_work:
+            return False
+        self.stats.end_busy_period()
         try:
-            return not self._is_at_work and self._executor.use_idle_time()
+            return self._executor.use_idle_time()
         except Exception as error:
             self._go_on_without([], error)
             return False
@@ -226,8 +319,8 @@ class Engine:
         """
         self._kv.transfer.copy_to_host(tokens, first)
         if not waits:
-            flights = (flight for lane in self._in_flight.values() for flight in lane)
-            on_the_way = {page for flight in flights for _, page in flight.plan.swaps_out}
+            plans = (plan for lane in self._in_flight.values() for plan, _ in lane)
+            on_the_way = {page for plan in plans for _, page in plan.swaps_out}
             return self._kv.transfer.read(tokens, first, on_the_way=on_the_way)
         plan = self.scheduler.plan_flush(0.0)
         try:
@@ -323,7 +416,7 @@ class Engine:
         assert not moves, "a page is owned, although nothing runs"
         self.scheduler.resize(num_pages, moves)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         for lane in self._in_flight.values():
             lane.clear()
 
@@ -335,53 +428,24 @@ class Engine:
     def _open_groups(self) -> tuple[int, ...]:
         return tuple(g for g, lane in self._in_flight.items() if len(lane) < self._max_in_flight)
 
-    def _collect(self) -> list[Progress]:
-        lane = self._first_lane()
-        oldest = lane.popleft()
-        try:
-            result = oldest.handle.collect()
-        except Exception as error:
-            # Later steps read what it wrote.
-            later = [each.plan for lane in self._in_flight.values() for each in lane]
-            self.abandon()
-            return self._go_on_without([oldest.plan, *later], error)
-        self.stats.after_collect(lane[-1].handle if lane else None)
-        return self._apply(oldest.plan, result)
-
-    def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        step_s = self.recorder.step_collected(plan.index, self._clock.now())
-        self.scheduler.speculation.take_in(plan, result, step_s)
-        news = self.scheduler.apply(plan, result)
-        if plan.masks is not None:
-            self._constraints.take_in(plan, news)
-            self.stats.take_in(self._constraints.counters())
-        return news
-
-    def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
-        """Continue without KV after lost steps; raise `error` unless memory was too small."""
-        if not is_out_of_memory(error) or not self._executor.reset():
-            raise error
-        self.stats.after_loss(len(lost))
-        news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
-        fail_and_restart(self.scheduler, news, lost[0].rows if lost else (), error)
-        self.forget_kept_pages(keeps_disk=True)
-        if isinstance(error, HostMemoryError):
-            self._kv.host.close()
-        return news
-
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-    def _first_lane(self) -> deque[_InFlight]:
+    def _first_lane(self) -> deque[tuple[StepPlan, StepHandle]]:
         """Return the steps in flight of the group that completes one first."""
         lanes = [lane for lane in self._in_flight.values() if lane]
         while len(lanes) > 1:
             for lane in lanes:
-                if lane[0].handle.is_ready():
+                if lane[0][1].is_ready():
                     return lane
             self._clock.wait()
         return lanes[0]
+
+
+def _is_idle(lane: deque[tuple[StepPlan, StepHandle]]) -> bool:
+    """Return whether a device group may be idle: its newest step is computed, if there is one."""
+    return not lane or lane[-1][1].is_ready()
 
 
 def restart_computed(scheduler: Scheduler) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -25,8 +25,10 @@ from jaxserve.core.sampling_params import Constraint
 from jaxserve.engine.gbnf import is_gbnf, lark_of
 from jaxserve.engine.grammar_compilation import CompileJob, CompileThreads, GrammarTrials, closed
 from jaxserve.engine.matcher import Matcher, first_line
-from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.plan import TokenMasks
+
+if TYPE_CHECKING:  # engines, which policies are checked with, load no JAX
+    from jaxserve.models.tokenizer import Tokenizer
 
 # The most seconds of a compilation, and the most that it waits before.
 TIMEOUT_S = 10.0

@@ -1,4 +1,4 @@
-"""Handles of submitted requests, and a function that waits for them."""
+"""Handles of submitted requests, batches of prompts, and streams of an answer's pieces."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import asyncio
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from tqdm import tqdm
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.off_loop import in_thread
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.requests import as_batch
+
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class _Ended(Protocol):
@@ -23,7 +33,7 @@ _C = TypeVar("_C", bound=_Ended)
 
 
 @final
-class PendingRequest(Generic[_C]):
+class Pending(Generic[_C]):
     """A submitted request. Its `future` resolves to a completion, with an error if it failed."""
 
     def __init__(self, request_id: str, future: Future[_C], cancel: Callable[[str], None]):
@@ -32,7 +42,7 @@ class PendingRequest(Generic[_C]):
         self._cancel = cancel
 
     @classmethod
-    def ended(cls, completion: _C) -> PendingRequest[_C]:
+    def ended(cls, completion: _C) -> Pending[_C]:
         future: Future[_C] = Future()
         future.set_result(completion)
         return cls(completion.request_id, future, lambda _: None)
@@ -55,7 +65,7 @@ class PendingRequest(Generic[_C]):
 
 
 def wait_for_all(
-    pending: Sequence[PendingRequest[_C]],
+    pending: Sequence[Pending[_C]],
     *,
     label: str,
     unit: str,
@@ -96,3 +106,181 @@ def wait_for_all(
             elapsed = bar.format_dict["elapsed"] or 1.0
             bar.set_postfix_str(f"{num_units / elapsed:.0f} {unit}/s", refresh=False)
             bar.update(len(pending) - num_waiting - bar.n)
+
+
+# Function that submits a request and sends its pieces to the sink.
+Start = Callable[[PieceSink], Pending[Completion]]
+
+
+@final
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of one call; `is_single` if the user passed one prompt instead of a list."""
+
+    prompts: Sequence[Any]
+    params: Sequence[SamplingParams]
+    is_single: bool
+
+    @classmethod
+    def of(cls, prompts: Any, params: Params) -> PromptBatch:
+        """Return the batch of one or several prompts, with parameters for all of them or for each.
+
+        Raises InvalidRequestError if `prompts` is neither a prompt nor an iterable of prompts, and
+        InvalidConfigError if the numbers of parameters and of prompts differ.
+        """
+        batch, is_single = as_batch(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            return cls(batch, [params or SamplingParams()] * len(batch), is_single)
+        if len(params) != len(batch):
+            raise InvalidConfigError(
+                f"{len(params)} SamplingParams for {len(batch)} prompts; pass one for all, or one "
+                "each"
+            )
+        return cls(batch, params, is_single)
+
+    def wait(
+        self, pending: Sequence[Pending[Completion]], *, progress: bool
+    ) -> Completion | list[Completion]:
+        """Wait for the prompts' requests, and return their completions.
+
+        Ctrl-C cancels the requests and returns their completions with the tokens so far; if all
+        have ended, so that no completion tells, it raises KeyboardInterrupt. The error of a single
+        prompt is raised.
+        """
+        try:
+            wait(pending, progress=progress)
+        except KeyboardInterrupt:
+            for one in pending:
+                one.cancel()
+            wait(pending, progress=False)
+            if not any(_is_cancelled(one.result()) for one in pending):
+                raise
+        return self._results(pending)
+
+    async def await_(self, pending: Sequence[Pending[Completion]]) -> Completion | list[Completion]:
+        """`wait` for asyncio. Cancelling the waiting task cancels the requests."""
+        try:
+            await asyncio.gather(*(one.aresult() for one in pending))
+        except asyncio.CancelledError:
+            for one in pending:
+                one.cancel()
+            raise
+        return self._results(pending)
+
+    def _results(self, pending: Sequence[Pending[Completion]]) -> Completion | list[Completion]:
+        done = [one.result() for one in pending]
+        if not self.is_single:
+            return done
+        if done[0].error is not None:
+            raise done[0].error
+        return done[0]
+
+
+def _is_cancelled(completion: Completion) -> bool:
+    return any(sample.finish_reason == "cancelled" for sample in completion.samples)
+
+
+async def submitted(
+    submit: Callable[[], list[Pending[Completion]]], params: Sequence[SamplingParams]
+) -> list[Pending[Completion]]:
+    """Return the requests that `submit` submits, without blocking the event loop.
+
+    With a grammar, which may have to be compiled, `submit` runs on another thread. If the task is
+    cancelled meanwhile, so are the requests.
+    """
+    if not any(each.is_constrained for each in params):
+        return submit()
+    pending: list[Pending[Completion]] = []
+    try:
+        await in_thread(lambda: pending.extend(submit()))
+    except BaseException:
+        for one in pending:
+            one.cancel()
+        raise
+    return pending
+
+
+def wait(
+    pending: Sequence[Pending[Completion]], *, progress: bool, timeout_s: float | None = None
+) -> None:
+    """`wait_for_all` of requests that generate."""
+    wait_for_all(
+        pending,
+        label="generating",
+        unit="tokens",
+        units_of=lambda completion: sum(len(s.token_ids) for s in completion.samples),
+        progress=progress,
+        timeout_s=timeout_s,
+    )
+
+
+def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
+    """Submit a request at the first `next`, and yield its pieces.
+
+    Closing the generator early cancels the request. A request that failed raises its error after
+    its last piece; TimeoutError means that it has not ended after `timeout_s` seconds.
+    """
+    end_s = _end_s(timeout_s)
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pending = start(pieces.put)
+    num_open = num_samples
+    try:
+        while num_open:
+            try:
+                piece = pieces.get(timeout=_left_s(end_s))
+            except queue.Empty:
+                raise TimeoutError from None
+            num_open = _still_open(num_open, piece)
+            yield piece
+    finally:
+        if num_open:
+            pending.cancel()
+    _raise_error(pending.result(_left_s(end_s)))
+
+
+async def aread(
+    start: Start, params: SamplingParams, timeout_s: float | None = None
+) -> AsyncGenerator[Piece]:
+    """`read` for asyncio, of a request with these parameters."""
+    end_s = _end_s(timeout_s)
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    def put(piece: Piece) -> None:
+        with suppress(RuntimeError):  # the event loop was closed
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    (pending,) = await submitted(lambda: [start(put)], [params])
+    num_open = params.n
+    try:
+        while num_open:
+            async with asyncio.timeout(_left_s(end_s)):
+                piece = await pieces.get()
+            num_open = _still_open(num_open, piece)
+            yield piece
+    finally:
+        if num_open:
+            pending.cancel()
+    async with asyncio.timeout(_left_s(end_s)):
+        completion = await pending.aresult()
+    _raise_error(completion)
+
+
+def _end_s(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
+
+
+def _still_open(num_open: int, piece: Piece) -> int:
+    """Return the number of unfinished samples after `piece`, of `num_open` before it."""
+    if piece.finish_reason == "error":
+        return 0
+    return num_open - (piece.finish_reason is not None)
+
+
+def _raise_error(completion: Completion) -> None:
+    if completion.error is not None:
+        raise completion.error

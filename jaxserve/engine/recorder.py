@@ -1,19 +1,21 @@
-"""Records of steps and requests, for a report."""
+"""What an engine tells its observers, and two of them: counters, and records for a report."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, final
 
+from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.metrics import BoundOutcome, bound_outcomes
 from jaxserve.core.request import Completion, Request, Timing
-from jaxserve.engine.stats import EngineStats
+from jaxserve.core.sampling_params import BOUND_NAMES
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slack import Pace
@@ -24,6 +26,170 @@ MAX_RECORDS = 32_768
 _NUM_RECENT = 64
 # Number of newest steps of a kind; no earlier one counts as slower than their median.
 _NUM_NEWEST = 8
+# Upper bounds of the ranges by which iterations are counted; those of vLLM's histogram.
+ITERATION_TOKENS = (1, *(2**n for n in range(3, 15)))
+
+
+class EngineObserver:
+    """Something that an engine tells about its steps and requests, on the engine's thread.
+
+    It must not block or raise. By default it ignores what it is told. `is_idle` says whether the
+    step's device group may have nothing to do at this moment.
+    """
+
+    def on_planned(self, plan: StepPlan, scheduler: Scheduler, *, is_idle: bool) -> None:
+        """A step is about to be submitted."""
+
+    def on_submitted(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """A step was submitted."""
+
+    def on_collected(self, plan: StepPlan, *, is_idle: bool) -> None:
+        """A step was collected, or lost; its result is not applied yet."""
+
+    def on_ended(self, request: Request, completion: Completion) -> None:
+        """A request that had begun has ended."""
+
+
+@dataclass(kw_only=True)
+class EngineCounters:
+    """Counters of an engine, or of several, since the start.
+
+    The host gap is the time during which the device was idle although work waited. It is an upper
+    bound: a device that is idle at a submission counts as idle since it was last observed busy.
+
+    Attributes:
+      num_steps, num_decode_loops, num_iterations: number submitted.
+      num_tokens: prompt and output tokens computed, including iterations after an early end.
+      num_iterations_by_tokens: iterations that compute no more tokens than each of
+        `ITERATION_TOKENS` and more than the one before; last, those that compute more than all.
+      num_padding_tokens: tokens computed for idle slots of a window, without those of mixed steps.
+      num_preemptions: number of times that a sequence was sent back to the waiting pool.
+      num_outgrown: preemptions of sequences that had used up their reservation.
+      num_pages_out, num_pages_in: pages copied to the host and back.
+      num_pages_handed_over: pages copied from one device group to another.
+      num_pages_prefetched: pages copied back while their sequences still waited.
+      num_recomputed: tokens of preempted sequences whose KV was dropped and is computed again.
+      num_prefix_queried: tokens in full pages of admitted sequences, looked up in the prefix cache.
+      num_prefix_hit: queried tokens that the prefix cache had.
+      num_prefix_hit_on_host, num_prefix_hit_on_disk: hits on the host and on the disk.
+      num_evicted_tokens: queried tokens that the prefix cache had evicted recently.
+      num_refined: number of times that a probe's reading changed a sequence's length estimate.
+      num_taken_back: planned output tokens that steps did not deliver before their answers' end.
+      num_handovers_lost: sequences whose pages did not arrive at the other device group.
+      num_lost_steps: steps that the device could not compute for lack of memory, or after such a
+        step; the requests of the first have failed, the others were computed again.
+      num_constrained: requests with a grammar.
+      num_forced: output tokens that their grammars forced, which took no step of their own.
+      num_drafts: number of times that proposals were computed after a sequence's newest token.
+      num_draft_tokens, num_accepted_tokens: proposals that decode loops computed, and those of them
+        that became output.
+      num_accepted_by_place: accepted proposals at each place of a draft; empty in a runtime that
+        does not speculate.
+      num_bounds_kept, num_bounds_missed, num_bounds_refused: latency bounds of single requests, by
+        outcome, in the order of `BOUND_NAMES`.
+      max_pages_owned: maximum number of pages in use at the same time.
+      busy_s: seconds during which there was work.
+      host_gap_s: seconds of `busy_s` during which the device may have been idle.
+      planning_s: seconds that the scheduler took, during which the device works.
+      penalty_s: seconds of the device that preemptions took, by costs measured at the start.
+      mask_s: seconds of host threads that compute which tokens grammars allow.
+    """
+
+    num_steps: int = 0
+    num_decode_loops: int = 0
+    num_iterations: int = 0
+    num_tokens: int = 0
+    num_iterations_by_tokens: tuple[int, ...] = (0,) * (len(ITERATION_TOKENS) + 1)
+    num_padding_tokens: int = 0
+    num_preemptions: int = 0
+    num_outgrown: int = 0
+    num_pages_out: int = 0
+    num_pages_in: int = 0
+    num_pages_handed_over: int = 0
+    num_pages_prefetched: int = 0
+    num_recomputed: int = 0
+    num_prefix_queried: int = 0
+    num_prefix_hit: int = 0
+    num_prefix_hit_on_host: int = 0
+    num_prefix_hit_on_disk: int = 0
+    num_evicted_tokens: int = 0
+    num_refined: int = 0
+    num_taken_back: int = 0
+    num_handovers_lost: int = 0
+    num_lost_steps: int = 0
+    num_constrained: int = 0
+    num_forced: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_place: tuple[int, ...] = ()
+    num_bounds_kept: tuple[int, ...] = (0,) * len(BOUND_NAMES)
+    num_bounds_missed: tuple[int, ...] = (0,) * len(BOUND_NAMES)
+    num_bounds_refused: tuple[int, ...] = (0,) * len(BOUND_NAMES)
+    max_pages_owned: int = 0
+    busy_s: float = 0.0
+    host_gap_s: float = 0.0
+    planning_s: float = 0.0
+    penalty_s: float = 0.0
+    mask_s: float = 0.0
+
+
+@final
+@dataclass
+class EngineStats(EngineCounters, EngineObserver):
+    """The counters that an engine keeps. Those of scheduling come from `Scheduler.counters`."""
+
+    clock: Clock
+    _busy_since_s: float | None = field(default=None, repr=False)
+    _seen_busy_s: float = field(default=0.0, repr=False)
+
+    def end_busy_period(self) -> None:
+        if self._busy_since_s is not None:
+            self.busy_s += self.clock.now() - self._busy_since_s
+            self._busy_since_s = None
+
+    def take_in(self, counters: Mapping[str, float]) -> None:
+        for name, count in counters.items():
+            setattr(self, name, count)
+
+    def on_planned(self, plan: StepPlan, scheduler: Scheduler, *, is_idle: bool) -> None:
+        now_s = self.clock.now()
+        if self._busy_since_s is None:
+            self._busy_since_s = self._seen_busy_s = now_s
+        if is_idle:
+            self.host_gap_s += now_s - self._seen_busy_s
+
+    def on_submitted(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        self._seen_busy_s = self.clock.now()
+        self.num_pages_handed_over += plan.num_pages_handed_over
+        if plan.handovers:
+            return
+        self.num_steps += 1
+        self.num_iterations += plan.num_iterations
+        self.num_decode_loops += plan.is_decode_loop
+        num_tokens = plan.num_tokens
+        self.num_tokens += num_tokens
+        counts = list(self.num_iterations_by_tokens)
+        counts[bisect_left(ITERATION_TOKENS, num_tokens // plan.num_iterations)] += (
+            plan.num_iterations
+        )
+        self.num_iterations_by_tokens = tuple(counts)
+        if plan.is_decode_loop:
+            self.num_padding_tokens += num_padding_of_loop(plan)
+        self.take_in(scheduler.counters())
+        self.num_accepted_by_place = scheduler.speculation.num_accepted_by_place
+        self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
+
+    def on_collected(self, plan: StepPlan, *, is_idle: bool) -> None:
+        """Record that the device is busy now, or was until the step that was just collected."""
+        if not is_idle:
+            self._seen_busy_s = self.clock.now()
+
+    def on_ended(self, request: Request, completion: Completion) -> None:
+        for name, outcome in bound_outcomes(request.params, completion).items():
+            counts = list(getattr(self, f"num_bounds_{outcome}"))
+            counts[BOUND_NAMES.index(name)] += 1
+            setattr(self, f"num_bounds_{outcome}", tuple(counts))
 
 
 @final
@@ -119,11 +285,20 @@ class Records:
 
 
 @final
-class Recorder:
-    """The records of an engine. The engine's thread writes it, and any thread may read it."""
+class Recorder(EngineObserver):
+    """The records of an engine. The engine's thread writes it, and any thread may read it.
 
-    def __init__(self, config: EngineConfig, replica: int = 0):
+    `stats`, which the engine tells first, has the time during which the device idled.
+
+    Attributes:
+      newest_step_s: the most seconds that the newest collected step took its devices.
+    """
+
+    def __init__(self, config: EngineConfig, stats: EngineStats, replica: int = 0):
+        self.newest_step_s = 0.0
         self._config = config
+        self._stats = stats
+        self._recorded_gap_s = 0.0
         self._replica = replica
         self._records = Records()
         # Records that lack the time at which the step is collected.
@@ -171,21 +346,21 @@ class Recorder:
             prefill_s=iteration_s if prefill_s is None else prefill_s,
         )
 
-    def step_submitted(
-        self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
-    ) -> None:
+    def on_planned(self, plan: StepPlan, scheduler: Scheduler, *, is_idle: bool) -> None:
         usage = scheduler.page_usage()
         kind = "mixed"
         if plan.handovers:
             kind, padding = "handover", 0
         elif plan.is_decode_loop:
             kind = "decode loop"
-            padding = plan.num_iterations * (plan.window_size - len(plan.rows))
+            padding = num_padding_of_loop(plan)
         else:
             encoded = plan.num_encoded
             buckets = self._config.token_buckets
             batches = (encoded, plan.num_tokens - encoded)
             padding = sum(bucket(size, buckets) - size for size in batches if size)
+        gap_s = self._stats.host_gap_s - self._recorded_gap_s
+        self._recorded_gap_s = self._stats.host_gap_s
         self._in_flight[plan.index] = partial(
             StepRecord,
             index=plan.index,
@@ -201,21 +376,20 @@ class Recorder:
             pages_cached=usage.num_cached,
             pages_out=len(plan.swaps_out),
             pages_in=len(plan.swaps_in),
-            submitted_s=now_s,
-            host_gap_s=host_gap_s,
+            submitted_s=self._stats.clock.now(),
+            host_gap_s=gap_s,
             replica=self._replica,
             group=plan.group,
         )
 
-    def step_collected(self, index: int, now_s: float) -> float:
-        """Record that a step was collected; return the most seconds that it took its devices."""
-        step = self._in_flight.pop(index)(collected_s=now_s)
+    def on_collected(self, plan: StepPlan, *, is_idle: bool) -> None:
+        now_s = self._stats.clock.now()
+        step = self._in_flight.pop(plan.index)(collected_s=now_s)
         self._records.add_step(step)
-        before_s = self._collected_s.get(step.group, 0.0)
+        self.newest_step_s = now_s - max(step.submitted_s, self._collected_s.get(step.group, 0.0))
         self._collected_s[step.group] = now_s
-        return now_s - max(step.submitted_s, before_s)
 
-    def request_ended(self, completion: Completion, bounds: Mapping[str, BoundOutcome]) -> None:
+    def on_ended(self, request: Request, completion: Completion) -> None:
         record = RequestRecord(
             request_id=completion.request_id,
             num_prompt_tokens=len(completion.prompt_token_ids),
@@ -223,9 +397,14 @@ class Recorder:
             finish_reason=completion.finish_reason,
             timing=completion.timing,
             conversation_id=completion.conversation_id,
-            bounds=tuple(bounds.items()),
+            bounds=tuple(bound_outcomes(request.params, completion).items()),
         )
         self._records.add_request(record)
+
+
+def num_padding_of_loop(plan: StepPlan) -> int:
+    """Return the tokens that a decode loop computes for idle slots of its window."""
+    return plan.num_iterations * (plan.window_size - len(plan.rows))
 
 
 def _recovered(weighted: list[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -249,11 +428,3 @@ class RequestLog(Protocol):
     def append(self, request: Request, completion: Completion, /) -> None:
         """Record the request, without blocking and without raising."""
         ...
-
-
-def record_end(
-    stats: EngineStats, recorder: Recorder, request: Request, completion: Completion
-) -> None:
-    outcomes = bound_outcomes(request.params, completion)
-    stats.after_end(outcomes)
-    recorder.request_ended(completion, outcomes)

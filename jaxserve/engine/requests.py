@@ -7,12 +7,13 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.errors import (
     EmptyPromptError,
     InvalidRequestError,
     InvalidSamplingParamsError,
+    OtherTaskError,
     PromptTooLongError,
     TokenOutOfRangeError,
 )
@@ -26,8 +27,11 @@ from jaxserve.core.request import (
 )
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.engine.grammars import CompiledGrammar, Grammars
-from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
+
+if TYPE_CHECKING:
+    from jaxserve.models.config import DecoderConfig
+    from jaxserve.models.tokenizer import Tokenizer
 
 _OWN_IDS = "request-"
 # Iterables of integers that are not token ids.
@@ -95,7 +99,7 @@ class RequestBuilder:
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
       encoder: what an encoder-decoder model adds to prompts; None for other models.
-      check_task: raises OtherTaskError for parameters of a task that the model does not serve.
+      model: configuration of the model, whose task requests must have; None to check no task.
       grammars: compiles the grammars of requests; None without a tokenizer.
     """
 
@@ -109,7 +113,7 @@ class RequestBuilder:
         seed: int,
         encoder: EncoderPrompts | None = None,
         grammars: Grammars | None = None,
-        check_task: Callable[[SamplingParams], None] = lambda _: None,
+        model: DecoderConfig | None = None,
     ):
         self._grammars = grammars
         self._tokenizer = tokenizer
@@ -118,7 +122,7 @@ class RequestBuilder:
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._encoder = encoder
-        self._check_task = check_task
+        self._model = model
         self._numbers = itertools.count()
 
     def build(
@@ -147,7 +151,8 @@ class RequestBuilder:
                 f"priority={reprlib.repr(priority)} is not allowed; pass a whole number of "
                 f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
             )
-        self._check_task(params)
+        if self._model is not None:
+            _check_task(self._model, params)
         deadline_at_s = deadline_at(deadline_s, arrival_s)
         stop_token_ids = self._check_params(params)
         tokens = self.prompt_tokens(prompt, pools=params.pools)
@@ -294,3 +299,35 @@ def _encoded(encode: Callable[[Any], Iterable[int]], given: Any) -> tuple[int, .
             f"the prompt cannot be encoded: {error}; pass text that is valid Unicode, without "
             "lone surrogates"
         ) from error
+
+
+def _check_task(config: DecoderConfig, params: SamplingParams) -> None:
+    """Raise OtherTaskError if a request is for something that the model does not do."""
+    if params.pools and config.has_encoder:
+        raise OtherTaskError(
+            "this is an encoder-decoder model, which embeds and classifies no texts; call "
+            "generate(), or encode() for the states of its encoder"
+        )
+    if not params.pools and not config.generates:
+        raise OtherTaskError(f"{kind_of(config)}, which generates no tokens; {remedy_of(config)}")
+
+
+def kind_of(config: DecoderConfig) -> str:
+    """Return what a model is, as the beginning of an error about its task."""
+    labels = config.labels
+    if labels is not None and labels.token_ids:
+        return "this is a reranker"
+    if labels is not None and len(labels.names) == 1:
+        return "this is a reward model or reranker, with one label"
+    if labels is not None:
+        return f"this is a classifier with {len(labels.names)} labels"
+    return "this is a model of tokens" if config.generates else "this is a model without a head"
+
+
+def remedy_of(config: DecoderConfig) -> str:
+    """Return the calls that a model serves, as the end of an error about its task."""
+    if config.labels is not None:
+        calls = "classify() or rerank() (/v1/rerank)" if config.labels.ranks else "classify()"
+        return f"call {calls}"
+    also = "generate() or " if config.generates else ""
+    return f"call {also}embed() (/v1/embeddings)"

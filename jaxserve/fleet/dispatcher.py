@@ -20,7 +20,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.loop import Running
 from jaxserve.fleet.replica import (
     ReplicaCall,
     ReplicaProcess,

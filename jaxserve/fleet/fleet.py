@@ -24,10 +24,10 @@ from jaxserve.core.errors import InvalidConfigError, UnknownAdapterError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, check_id, deadline_at, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.answers import Piece, PieceSink, Weights
+from jaxserve.engine.loop import Running, check_running
+from jaxserve.engine.pending import Params, Pending, PromptBatch, aread, read
 from jaxserve.engine.requests import Prompt
-from jaxserve.engine.versions import Weights
 from jaxserve.execution.weights import check_usable
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray, sent_params
@@ -36,9 +36,8 @@ from jaxserve.fleet.seats import FleetUpdate
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
-from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read
 from jaxserve.runtime.turn_client import ServiceTurnClient
-from jaxserve.runtime.weight_update import KV, WeightUpdate, check_running
+from jaxserve.runtime.weight_update import KV, WeightUpdate
 from jaxserve.scheduling.presets import get_policy
 
 # Arguments of `Runtime.from_pretrained` other than `RuntimeOptions`.
@@ -302,7 +301,7 @@ class Fleet:
         deadline_s: float | None = None,
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
-    ) -> Pending:
+    ) -> Pending[Completion]:
         """Submit one request, and return at once; see `Service.submit`.
 
         Each replica orders only its own requests by priorities and deadlines. A request that cannot
@@ -459,7 +458,7 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit_batch(self, batch: PromptBatch) -> list[Pending]:
+    def _submit_batch(self, batch: PromptBatch) -> list[Pending[Completion]]:
         return list(map(self.submit, batch.prompts, batch.params))
 
     def _wait_for_replicas(self) -> list[Started]:

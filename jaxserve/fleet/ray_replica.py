@@ -32,10 +32,10 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.loop import Running
+from jaxserve.engine.pending import Pending, submitted
 from jaxserve.fleet.replica import ReplicaCall, Started, cancelled_completion
 from jaxserve.runtime.loading import load_weights
-from jaxserve.runtime.pending import Pending, submitted
 from jaxserve.runtime.weight_update import PreparedParams, WeightUpdate
 from jaxserve.scheduling.kv.transfer import KVPages
 
@@ -147,7 +147,7 @@ async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], 
 async def send_kv(
     runtime: Runtime,
     tokens: Sequence[int],
-    pending: Pending,
+    pending: Pending[Completion],
     put: Callable[[KVPages], Any],
     turn: asyncio.Lock,
 ) -> tuple[list[Any], int]:
@@ -268,7 +268,7 @@ class ReplicaActor:
         params: SamplingParams,
         others: Asked,
         on_piece: PieceSink | None = None,
-    ) -> Pending:
+    ) -> Pending[Completion]:
         runtime = self._runtime
         assert runtime is not None
         id = others["request_id"]

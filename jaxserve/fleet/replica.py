@@ -11,7 +11,7 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import PieceSink
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.loop import Running
 from jaxserve.models.config import DecoderConfig
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.weight_update import WeightUpdate

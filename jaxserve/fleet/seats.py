@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 from jaxserve.core.errors import EngineBusyError, JaxserveError, ReplicaDiedError
-from jaxserve.engine.device_loop import Running
-from jaxserve.engine.versions import Weights
+from jaxserve.engine.answers import Weights
+from jaxserve.engine.loop import Running
 from jaxserve.fleet.replica import ReplicaProcess, Role, Started
 from jaxserve.runtime.weight_update import WeightUpdate
 

@@ -6,7 +6,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol, TypeAlias, final
 
 from tqdm import tqdm
@@ -17,9 +16,8 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, EncoderPrompts, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.recorder import RequestRecord, StepRecord, record_end
+from jaxserve.engine.recorder import EngineStats, RequestRecord, StepRecord
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.memory.eviction import RecomputeCost
@@ -111,7 +109,7 @@ def simulate(
                 continue
             ended: list[Ended] = []
             if any(news.sequence.finish_reason for news in engine.step()):
-                ended = clients.take_answers(partial(record_end, engine.stats, engine.recorder))
+                ended = clients.take_answers(engine.on_ended)
                 bar.update(len(ended))
                 bar.total = len(clients.answers)
             if pilot is not None:

@@ -1,6 +1,6 @@
 """The facade `Runtime`, the protocol `Service` that it implements, and the types it returns."""
 
-from jaxserve.runtime.pending import Pending
+from jaxserve.engine.pending import Pending
 from jaxserve.runtime.runtime import Runtime
 from jaxserve.runtime.scoring import whole_processed_logprobs
 from jaxserve.runtime.service import Service

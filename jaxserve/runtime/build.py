@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -58,14 +57,13 @@ from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
-from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import ObservedLengths, Planner
-from jaxserve.runtime.pooling import check_task
 from jaxserve.runtime.processes import claim, own_mesh, processes_of
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.runtime.turn_client import ServiceTurnClient
+from jaxserve.runtime.weight_update import WeightUpdater
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.drafting import Drafter
@@ -89,7 +87,8 @@ class Parts:
     replicas: Replicas
     intake: Intake
     conversations: Conversations
-    maintenance: Maintenance
+    adapters: Adapters
+    updater: WeightUpdater
     planner: Planner
     forecaster: Forecaster | None
     opened: ExitStack
@@ -240,25 +239,25 @@ def build_parts(
             grammars = Grammars(tokenizer, ends, decoder.config.vocab_size)
             if_one_fails.callback(grammars.close)
         replicas = Replicas(
-            executors, policy, clock, logs, disks, grammars, max_waiting=options.max_waiting
+            executors, policy, clock, options, logs=logs, disks=disks, grammars=grammars
         )
         if_one_fails.callback(replicas.close)
         requests = RequestBuilder(
             tokenizer,
             eos_token_ids=ends,
             vocab_size=decoder.config.vocab_size,
-            max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+            max_prompt_tokens=replicas.max_prompt_tokens,
             seed=options.seed,
             encoder=_encoder_prompts(decoder.config, options.page_size),
             grammars=grammars,
-            check_task=partial(check_task, decoder.config),
+            model=decoder.config,
         )
         adapters = Adapters(layout, places[0].params, replicas, options.max_adapters)
         intake = Intake(requests, replicas, tokenizer, clock, adapters, forecaster)
         client = ServiceTurnClient(
             intake.submit,
             check_may_wait=replicas.check_may_wait,
-            max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+            max_prompt_tokens=replicas.max_prompt_tokens,
             progress=options.progress,
         )
         origin = Origin.of(
@@ -274,13 +273,10 @@ def build_parts(
         elif isinstance(mesh, DeviceGroups):  # this process has the parameters of its group alone
             origin, decode_origin = (origin.on(len(each)) for each in mesh.devices)
         timings = Timings(replicas, origin, clock, options, decode_origin)
-        maintenance = Maintenance(replicas, timings, options, adapters, quantiser)
         regrouper = None
         if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
             maker = GroupMaker(replace(spec, options=replace(options, host_memory=0)))
-            regrouper = Regrouper(
-                replicas, grouped, maker, mesh, maintenance.placing, timings, clock
-            )
+            regrouper = Regrouper(replicas, grouped, maker, mesh, timings, clock)
         planner = Planner(replicas, timings, observed, regrouper)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
@@ -290,7 +286,8 @@ def build_parts(
             replicas=replicas,
             intake=intake,
             conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
-            maintenance=maintenance,
+            adapters=adapters,
+            updater=WeightUpdater(replicas, timings, adapters, quantiser),
             planner=planner,
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),

@@ -14,12 +14,12 @@ from jaxserve.core.errors import InvalidRequestError, MissingExtraError, Unsuppo
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
+from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import AwaitedPrediction, Forecaster
-from jaxserve.runtime.pending import Pending, PromptBatch
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import check_heeded
 from jaxserve.workload import WorkloadItem
@@ -52,7 +52,7 @@ class Intake:
         *,
         on_piece: PieceSink | None = None,
         **others: Any,
-    ) -> Pending:
+    ) -> Pending[Completion]:
         """Submit one request; `others` are arguments of `RequestBuilder.build`."""
         now = self._clock.now()
         request = self._requests.build(
@@ -66,7 +66,7 @@ class Intake:
             if_refused.pop_all()
         return pending[0]
 
-    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
+    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending[Completion]]:
         now = self._clock.now()
         with ExitStack() as if_refused:
             built = [self._requests.build_item(item, now) for item in items]
@@ -74,7 +74,7 @@ class Intake:
             if_refused.pop_all()
         return pending
 
-    def submit_batch(self, batch: PromptBatch) -> list[Pending]:
+    def submit_batch(self, batch: PromptBatch) -> list[Pending[Completion]]:
         """Submit every prompt that can be served; a replica's requests start in one iteration.
 
         The other prompts get requests that have ended with an error. Raises InvalidRequestError on
@@ -134,7 +134,7 @@ class Intake:
 
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
-    ) -> list[Pending]:
+    ) -> list[Pending[Completion]]:
         # Claimed first, so that no refused request is predicted.
         with self._replicas.claimed(requests) as claimed:
             answers = self._submit(requests, claimed, on_piece)

@@ -12,13 +12,12 @@ from jaxtyping import Float32
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, OtherTaskError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.pending import wait_for_all
-from jaxserve.engine.requests import as_batch
+from jaxserve.engine.pending import PromptBatch, wait_for_all
+from jaxserve.engine.requests import as_batch, kind_of, remedy_of
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.pooling import Labels
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.intake import Intake
-from jaxserve.runtime.pending import PromptBatch
 
 # The prompt of Qwen3-Reranker (Zhang et al., arXiv:2506.05176, section 3), whose next token is
 # "yes" or "no".
@@ -65,26 +64,15 @@ class Ranked:
     document: str
 
 
-def check_task(config: DecoderConfig, params: SamplingParams) -> None:
-    """Raise OtherTaskError if a request is for something that the model does not do."""
-    if params.pools and config.has_encoder:
-        raise OtherTaskError(
-            "this is an encoder-decoder model, which embeds and classifies no texts; call "
-            "generate(), or encode() for the states of its encoder"
-        )
-    if not params.pools and not config.generates:
-        raise OtherTaskError(f"{_what(config)}, which generates no tokens; {_remedy(config)}")
-
-
 def check_embeds(config: DecoderConfig) -> None:
     if config.labels is not None:
-        raise OtherTaskError(f"{_what(config)}, which has no embeddings; {_remedy(config)}")
+        raise OtherTaskError(f"{kind_of(config)}, which has no embeddings; {remedy_of(config)}")
 
 
 def labels_of(config: DecoderConfig) -> Labels:
     """Return the labels of a classifier; raise OtherTaskError for another model."""
     if config.labels is None:
-        raise OtherTaskError(f"{_what(config)} without labels; {_remedy(config)}")
+        raise OtherTaskError(f"{kind_of(config)} without labels; {remedy_of(config)}")
     return config.labels
 
 
@@ -97,28 +85,9 @@ def ranking_labels(config: DecoderConfig) -> Labels:
             else ", or pass reranker='qwen3' if it is an original Qwen3-Reranker"
         )
         raise OtherTaskError(
-            f"{_what(config)}, which does not rank documents; {_remedy(config)}{also}"
+            f"{kind_of(config)}, which does not rank documents; {remedy_of(config)}{also}"
         )
     return config.labels
-
-
-def _what(config: DecoderConfig) -> str:
-    labels = config.labels
-    if labels is not None and labels.token_ids:
-        return "this is a reranker"
-    if labels is not None and len(labels.names) == 1:
-        return "this is a reward model or reranker, with one label"
-    if labels is not None:
-        return f"this is a classifier with {len(labels.names)} labels"
-    return "this is a model of tokens" if config.generates else "this is a model without a head"
-
-
-def _remedy(config: DecoderConfig) -> str:
-    if config.labels is not None:
-        calls = "classify() or rerank() (/v1/rerank)" if config.labels.ranks else "classify()"
-        return f"call {calls}"
-    also = "generate() or " if config.generates else ""
-    return f"call {also}embed() (/v1/embeddings)"
 
 
 def check_dimensions(dimensions: Any, config: DecoderConfig) -> None:

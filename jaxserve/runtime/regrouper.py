@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
@@ -91,7 +90,6 @@ class Regrouper:
         executor: GroupedExecutor,
         maker: GroupMaker,
         groups: DeviceGroups,
-        placing: threading.Lock,
         timings: Timings,
         clock: Clock,
     ):
@@ -100,7 +98,7 @@ class Regrouper:
         self._replicas = replicas
         self._executor = executor
         self._maker = maker
-        self._placing = placing
+        self._placing = replicas.placing
         self._timings = timings
         self._clock = clock
         self._devices: list[Any] = [device for group in groups.devices for device in group]

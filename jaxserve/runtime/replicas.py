@@ -15,27 +15,33 @@ from typing import final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
     EngineBusyError,
+    InvalidConfigError,
     InvalidRequestError,
     JaxserveError,
+    ProcessGroupError,
     QueueFullError,
 )
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.answers import Answer
-from jaxserve.engine.device_loop import Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import Grammars
-from jaxserve.engine.loop import EngineLoop, engine_loop
+from jaxserve.engine.loop import EngineLoop, Running, check_running
 from jaxserve.engine.recorder import RequestLog
+from jaxserve.execution.build import resized
 from jaxserve.execution.compilation import warm_up
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.executor import GroupRole
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_cache import Tier
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.report import Report
 from jaxserve.scheduling.bounds import Outlook
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
@@ -56,7 +62,7 @@ class Replica:
     executor: ModelExecutor
     pool_size: PoolSize
     engine: Engine
-    loop: EngineLoop
+    loop: EngineLoop[Answer]
 
     def warm_up(self, options: RuntimeOptions, *, waits: bool = False) -> None:
         """Compile for the present pool size, unless that was done; `waits` for all of it."""
@@ -112,6 +118,8 @@ class Replicas:
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
       are_asleep: whether page pools are freed (`Runtime.sleep`).
+      have_weights: whether the weights were not dropped.
+      placing: held while weights are placed, so that no devices move between groups.
     """
 
     def __init__(
@@ -119,29 +127,34 @@ class Replicas:
         executors: Sequence[tuple[ModelExecutor, PoolSize]],
         policy: Policy,
         clock: Clock,
+        options: RuntimeOptions,
+        *,
         logs: Sequence[RequestLog] = (),
         disks: Sequence[DiskTier] = (),
         grammars: Grammars | None = None,
-        max_waiting: int | None = None,
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index, disk=disk, grammars=grammars)
+            Engine(executor, policy, clock, replica=index, disk=disk, grammars=grammars, logs=logs)
             for index, ((executor, _), disk) in enumerate(
                 zip(executors, disks or [None] * len(executors), strict=True)
             )
         ]
         self.all = tuple(
-            Replica(executor, size, engine, engine_loop(engine, clock, logs))
+            Replica(executor, size, engine, EngineLoop(engine, clock, name="jaxserve-engine"))
             for (executor, size), engine in zip(executors, engines, strict=True)
         )
         self.are_asleep = False
+        self.have_weights = True
+        self.placing = threading.Lock()
+        self._states = threading.Lock()  # held while they fall asleep, wake up or resume
+        self._options = options
         config = self.first.executor.config
         self._page_size = config.page_size
         self._max_context = config.max_context
         self._router = Router(len(self.all), page_size=config.page_size)
         self._lock = threading.Lock()
         self._placed: dict[str, _Placed] = {}
-        self._max_waiting = max_waiting
+        self._max_waiting = options.max_waiting
         # Waiting answers, and some that waited at the last look; empty without a limit.
         self._waiting: OrderedDict[str, Answer] = OrderedDict()
         # Ids of the answers to look at next, the last one first.
@@ -162,25 +175,18 @@ class Replicas:
         if self.group is not None:
             self.group.check_leads()
 
-    def sleep(self, *, drops_weights: bool) -> None:
-        """Free what `Runtime.sleep` says. The loops are paused and halted."""
-        self.are_asleep = True  # even if the rest fails: `wake_up` repairs it
-        for replica in self.all:
-            replica.free_pool()
-            if drops_weights:
-                replica.executor.drop_params()
-
-    def wake_up(self) -> None:
-        """Allocate the pools, if needed; on a DeviceMemoryError the replicas stay asleep."""
-        for replica in self.all if self.are_asleep else ():
-            replica.take_pool()
-        self.are_asleep = False
-
     def check_awake(self) -> None:
         """Raise EngineBusyError while page pools, and perhaps weights, are freed."""
         if self.are_asleep:
             raise EngineBusyError(
                 "this runtime has given back its memory (rt.sleep); call rt.wake_up() first"
+            )
+
+    def check_has_weights(self, before: str) -> None:
+        if not self.have_weights:
+            raise InvalidConfigError(
+                "this runtime has dropped its weights (rt.sleep); call rt.update_params(params) "
+                f"before {before}"
             )
 
     def check_may_wait(self) -> None:
@@ -191,9 +197,8 @@ class Replicas:
                 "on_piece or a callback of a future; make it on another thread"
             )
 
-    @property
     def max_prompt_tokens(self) -> int:
-        """Length of the longest prompt that leaves room for one output token on any replica."""
+        """Return the length of the longest prompt that any replica can answer with one token."""
         return min(replica.engine.scheduler.config.max_prompt_tokens for replica in self.all)
 
     @property
@@ -284,12 +289,136 @@ class Replicas:
     def paused(
         self, running: Running = "finish", *, until_s: float | None = None
     ) -> Iterator[None]:
-        """Pause every loop within the block, as `DeviceLoop.paused` does."""
+        """Pause every loop within the block, as `EngineLoop.paused` does."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
                 pauses.enter_context(replica.loop.paused(running, until_s=until_s))
             yield
+
+    # ---- pauses, memory and cached pages: `Runtime` documents each ----
+
+    @property
+    def are_paused(self) -> bool:
+        return self.first.loop.is_halted
+
+    def pause(self, running: Running) -> None:
+        check_running(running)
+        self.check_leads()
+        self.check_may_wait()
+        with ExitStack() as if_one_fails:
+            for replica in self.all:
+                if not replica.loop.is_halted:
+                    if_one_fails.callback(replica.loop.go_on)
+                replica.loop.halt(running)
+            if_one_fails.pop_all()
+
+    def resume(self) -> None:
+        with self._states:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.check_awake()
+        for replica in self.all:
+            replica.loop.go_on()
+
+    def sleep(self, *, drops_weights: bool) -> None:
+        first = self.first.executor
+        if not first.can_resize or first.num_device_groups > 1:
+            raise InvalidConfigError(
+                "the memory of a model that several processes or two groups of devices serve "
+                "cannot be given back; close the runtime, and create another one afterwards"
+            )
+        with self._states:
+            self.pause("keep")
+            with self.paused("keep"):
+                self.have_weights = self.have_weights and not drops_weights
+                self.are_asleep = True  # even if the rest fails: `wake_up` repairs it
+                for replica in self.all:
+                    replica.free_pool()
+                    if drops_weights:
+                        replica.executor.drop_params()
+
+    def wake_up(self) -> None:
+        self.check_has_weights("rt.wake_up()")
+        with self._states:
+            with (
+                out_of_memory_as("taking memory again", "free memory of the trainer first"),
+                self.paused("keep"),
+            ):
+                for replica in self.all if self.are_asleep else ():
+                    replica.take_pool()
+                self.are_asleep = False
+                for replica in self.all:
+                    replica.warm_up(self._options)
+            self._go_on()
+
+    def dismiss_followers(self) -> None:
+        self.check_leads()
+        with self.paused():
+            if self.group is not None:
+                self.group.dismiss()
+
+    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
+        found = [r.engine.residency(token_ids) for r in self.all]
+        return min(found, key=lambda tiers: tiers.count("nowhere"))
+
+    def export_kv(self, token_ids: Sequence[int], first: int, *, waits: bool) -> KVPages:
+        self._check_is_alone()
+        found = [
+            replica.loop.ask(partial(replica.engine.export_kv, token_ids, first, waits=waits))
+            for replica in self.all
+        ]
+        return max(found, key=lambda kv: len(kv.pages))
+
+    def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
+        self._check_is_alone()
+        return min(
+            replica.loop.ask(partial(replica.engine.import_kv, token_ids, kv))
+            for replica in self.all
+        )
+
+    def forget_kept_pages(self) -> None:
+        self.check_leads()
+        with self.paused("keep"):
+            for replica in self.all:
+                replica.engine.forget_kept_pages(keeps_disk=False)
+
+    def resize_kv(self, size: int | str) -> int:
+        kv_bytes = 0 if size == 0 else parse_bytes(size)
+        self.check_leads()
+        self.check_awake()
+        if not all(replica.executor.can_resize for replica in self.all):
+            raise InvalidConfigError(
+                f"size={size!r}: the page pool of a model that several processes serve cannot be "
+                "resized; close the runtime on all of them and create one with another kv_memory"
+            )
+        with out_of_memory_as("resizing the page pool", "pass a smaller size"):
+            for replica in self.all:
+                replica.pool_size.step.measure()  # which may compile, while requests run
+            with self.paused("keep"):
+                self._resize(kv_bytes)
+        return self.first.pool_size.pool_bytes
+
+    def _resize(self, kv_bytes: int) -> None:
+        """Resize every replica's pool, and compile for the new size.
+
+        On a DeviceMemoryError the failing replica and those after it keep their size.
+        """
+        sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in self.all]
+        for replica, size in zip(self.all, sizes, strict=True):
+            if size.num_pages != replica.executor.config.num_pages:
+                replica.resize(size)
+            replica.warm_up(self._options)
+
+    def _check_is_alone(self) -> None:
+        self.check_may_wait()
+        self.check_awake()
+        if self.group is not None:
+            raise ProcessGroupError(
+                "KV is neither exported nor imported where several processes serve one model; use "
+                "one process for each runtime"
+            )
 
     @property
     def work(self) -> tuple[int, ...]:

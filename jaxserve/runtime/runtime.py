@@ -20,7 +20,8 @@ from jaxserve.core.options import RuntimeKeywords, RuntimeOptions, parse_dtype
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.loop import Running
+from jaxserve.engine.pending import Params, Pending, PromptBatch, aread, read, submitted
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.page_cache import Tier
@@ -32,7 +33,6 @@ from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts, with_end_tokens
 from jaxserve.runtime.loading import load_for
-from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read, submitted
 from jaxserve.runtime.planner import MAX_PAUSE_S
 from jaxserve.runtime.pooling import Classification, Ranked, as_reranker, classify, embed, rerank
 from jaxserve.runtime.scoring import score
@@ -117,7 +117,8 @@ class Runtime:
         self._source: Path | None = None
         self.conversations = parts.conversations
         self._replicas = parts.replicas
-        self._maintenance = parts.maintenance
+        self._adapters = parts.adapters
+        self._updater = parts.updater
         self._planner = parts.planner
         self._intake = parts.intake
         self._forecaster = parts.forecaster
@@ -218,7 +219,7 @@ class Runtime:
         Raises:
           ProcessGroupError: this process follows.
         """
-        self._maintenance.dismiss_followers()
+        self._replicas.dismiss_followers()
 
     # ---- answers: see `Service` ----
 
@@ -255,7 +256,7 @@ class Runtime:
         deadline_s: float | None = None,
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
-    ) -> Pending:
+    ) -> Pending[Completion]:
         """Submit one request, and return at once."""
         return self._intake.submit(
             prompt,
@@ -276,7 +277,7 @@ class Runtime:
         """
         return self._intake.prompt_tokens(prompt)
 
-    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
+    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending[Completion]]:
         """Submit workload requests that arrive now; a replica starts its share in one iteration.
 
         Raises:
@@ -465,7 +466,7 @@ class Runtime:
     @property
     def weights_version(self) -> int:
         """The version of the weights that the next steps compute with; 0 at first."""
-        return self._maintenance.weights.version
+        return self._updater.weights.version
 
     def prepare_params(
         self, params: nnx.Module | nnx.State, *, partial: bool = False
@@ -481,7 +482,7 @@ class Runtime:
           InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers.
           DeviceMemoryError: the device has no room for them.
         """
-        return self._maintenance.prepare_params(params, partial=partial)
+        return self._updater.prepare(params, partial=partial)
 
     def update_params(
         self,
@@ -533,11 +534,11 @@ class Runtime:
             runtime no longer serves.
         """
         if running is None:
-            running = "keep" if self._maintenance.is_paused else "finish"
+            running = "keep" if self._replicas.are_paused else "finish"
         update = WeightUpdate(
             version=version, running=running, kv=kv, partial=partial, max_staleness=max_staleness
         )
-        return self._maintenance.update_params(params, update)
+        return self._updater.update(params, update)
 
     def save_pretrained(
         self, folder: str | Path, *, like: str | Path | Mapping[str, Any] | None = None
@@ -564,7 +565,7 @@ class Runtime:
                 "this runtime was made of a model, so that there is no config.json to take fields "
                 "from; pass like= the fields as a dictionary, or a folder that has them"
             )
-        self._maintenance.save_pretrained(
+        self._updater.save_pretrained(
             folder, self.model_config, self._layer_layout, like, self.tokenizer
         )
 
@@ -584,7 +585,7 @@ class Runtime:
           EngineBusyError: running="finish" while the runtime is paused.
           ProcessGroupError: this process follows.
         """
-        self._maintenance.pause(running)
+        self._replicas.pause(running)
 
     def resume(self) -> None:
         """Run steps again after `pause`; do nothing without a pause.
@@ -592,7 +593,7 @@ class Runtime:
         Raises:
           EngineBusyError: the runtime is asleep; call `wake_up`.
         """
-        self._maintenance.resume()
+        self._replicas.resume()
 
     def sleep(self, *, drops_weights: bool = False) -> None:
         """Pause, and free the memory of the page pool until `wake_up`, for a training step.
@@ -608,7 +609,7 @@ class Runtime:
         Raises:
           InvalidConfigError: several processes or two groups of devices serve the model.
         """
-        self._maintenance.sleep(drops_weights=drops_weights)
+        self._replicas.sleep(drops_weights=drops_weights)
 
     def wake_up(self) -> None:
         """Allocate the page pool again after `sleep`, and resume.
@@ -617,14 +618,14 @@ class Runtime:
           DeviceMemoryError: there is too little memory; the runtime stays asleep.
           InvalidConfigError: the weights were dropped and not replaced.
         """
-        self._maintenance.wake_up()
+        self._replicas.wake_up()
 
     # ---- adapters ----
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters, which `SamplingParams.adapter` may have."""
-        return self._maintenance.adapters.names
+        return self._adapters.names
 
     def load_adapter(
         self, name: str, source: str | Path | Mapping[str, Any], *, scale: float | None = None
@@ -647,14 +648,14 @@ class Runtime:
           DeviceMemoryError: there is no room for a copy of an eighth of the adapters' memory. The
             present adapters continue to serve.
         """
-        self._maintenance.adapters.load(name, source, scale)
+        self._adapters.load(name, source, scale)
 
     def adapter_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of the arrays of an adapter that changes all weights it may.
 
         An adapter may have only some of them. Empty for a runtime without adapters.
         """
-        return self._maintenance.adapters.shapes(rank)
+        return self._adapters.shapes(rank)
 
     def drop_adapter(self, name: str) -> None:
         """Drop an adapter, which frees its name and its place. It works during `sleep` too.
@@ -663,7 +664,7 @@ class Runtime:
           UnknownAdapterError: no adapter has this name.
           EngineBusyError: requests with this adapter have not ended; it stays.
         """
-        self._maintenance.adapters.drop(name)
+        self._adapters.drop(name)
 
     # ---- cached pages ----
 
@@ -673,14 +674,14 @@ class Runtime:
         With several replicas, it is that of the replica that holds most of the context.
         `jaxserve.report.draw_residency` draws it.
         """
-        return self._maintenance.residency(token_ids)
+        return self._replicas.residency(token_ids)
 
     def forget_kept_pages(self) -> None:
         """Drop all cached pages, so that later requests compute their prompts; for measurements.
 
         A runtime that speculates also drops past answers, which it would propose.
         """
-        self._maintenance.forget_kept_pages()
+        self._replicas.forget_kept_pages()
 
     def export_kv(self, token_ids: Sequence[int], first: int = 0, *, waits: bool = True) -> KVPages:
         """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
@@ -696,7 +697,7 @@ class Runtime:
         Raises:
           ProcessGroupError: several processes serve the model.
         """
-        return self._maintenance.export_kv(token_ids, first, waits=waits)
+        return self._replicas.export_kv(token_ids, first, waits=waits)
 
     def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
         """Cache KV that another runtime of the same model and options exported.
@@ -708,7 +709,7 @@ class Runtime:
           InvalidConfigError: the KV comes from a runtime with other weights or sizes.
           ProcessGroupError: several processes serve the model.
         """
-        return self._maintenance.import_kv(token_ids, kv)
+        return self._replicas.import_kv(token_ids, kv)
 
     # ---- step times and plans ----
 
@@ -912,7 +913,7 @@ class Runtime:
             self._planner,
             weights_bytes=self._weights_bytes,
             predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
-            adapters=self._maintenance.adapters.usage,
+            adapters=self._adapters.usage,
         )
 
     def outlook(self) -> dict[str, Outlook]:
@@ -959,7 +960,7 @@ class Runtime:
           DeviceMemoryError: the memory is not enough; nothing has changed.
           InvalidConfigError: `size` is not a size, or several processes serve the model.
         """
-        return self._maintenance.resize_kv(size)
+        return self._replicas.resize_kv(size)
 
     def close(self) -> None:
         """Cancel every request and free the page pool, but not the parameters.

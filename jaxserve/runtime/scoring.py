@@ -14,9 +14,9 @@ from jaxtyping import Array, Float32, Int32
 from jaxserve.core.errors import InvalidRequestError, InvalidSamplingParamsError
 from jaxserve.core.request import Completion, Request, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.pending import PromptBatch, wait
 from jaxserve.models.decoder import Decoder
 from jaxserve.runtime.intake import Intake
-from jaxserve.runtime.pending import PromptBatch, wait
 from jaxserve.steps.sampling.processors import Rows
 from jaxserve.steps.sampling.sampler import pack_sampling, processed_logprobs
 

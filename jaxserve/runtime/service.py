@@ -10,10 +10,10 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.pending import Params, Pending
 from jaxserve.engine.requests import Prompt
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime.pending import Params, Pending
 from jaxserve.runtime.stats import RuntimeStats
 
 
@@ -123,7 +123,7 @@ class Service(Protocol):
         deadline_s: float | None = None,
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
-    ) -> Pending:
+    ) -> Pending[Completion]:
         """Submit one request, and return at once, or when its grammar is compiled.
 
         Args:

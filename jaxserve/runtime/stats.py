@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.recorder import EngineCounters
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.runtime.adapters import AdapterUsage
 from jaxserve.runtime.planner import Planner
@@ -18,9 +18,9 @@ _SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes",
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class RuntimeStats:
-    """Counters since the start, and sizes of memory, in addition to those of `EngineStats`.
+@dataclass(kw_only=True)
+class RuntimeStats(EngineCounters):
+    """A snapshot of counters since the start, with sizes of memory.
 
     Counters and times are sums over the replicas, `max_pages_owned` is the maximum, and sizes are
     those of one replica.
@@ -41,42 +41,7 @@ class RuntimeStats:
       num_pages_to_disk, num_pages_from_disk: pages written to the disk and read back.
     """
 
-    num_steps: int
-    num_decode_loops: int
-    num_iterations: int
-    num_tokens: int
-    num_iterations_by_tokens: tuple[int, ...]
-    num_padding_tokens: int
-    num_preemptions: int
-    num_outgrown: int
-    num_pages_out: int
-    num_pages_in: int
-    num_pages_handed_over: int
-    num_pages_prefetched: int
-    num_recomputed: int
-    num_prefix_queried: int
-    num_prefix_hit: int
-    num_prefix_hit_on_host: int
-    num_prefix_hit_on_disk: int
-    num_evicted_tokens: int
-    num_refined: int
-    num_handovers_lost: int
-    num_lost_steps: int
-    num_constrained: int
-    num_forced: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_accepted_by_place: tuple[int, ...]
-    num_bounds_kept: tuple[int, ...]
-    num_bounds_missed: tuple[int, ...]
-    num_bounds_refused: tuple[int, ...]
     num_compilations: int
-    busy_s: float
-    host_gap_s: float
-    planning_s: float
-    penalty_s: float
-    mask_s: float
     predicting_s: float
     num_pages_owned: int
     num_pages_usable: int
@@ -88,7 +53,6 @@ class RuntimeStats:
     num_pages_to_disk: int
     num_pages_from_disk: int
     num_pages: int
-    max_pages_owned: int
     page_size: int
     pool_bytes: int
     weights_bytes: int
@@ -110,9 +74,7 @@ class RuntimeStats:
         adapters: AdapterUsage | None,
     ) -> RuntimeStats:
         """Return the counters of all replicas of a runtime."""
-        names = {field.name for field in fields(cls)} & {
-            field.name for field in fields(EngineStats)
-        }
+        names = [field.name for field in fields(EngineCounters)]
         stats = [replica.engine.stats for replica in replicas.all]
         counters: dict[str, Any] = {name: _total(stats, name) for name in names}
         counters["max_pages_owned"] = max(each.max_pages_owned for each in stats)

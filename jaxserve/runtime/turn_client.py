@@ -11,7 +11,7 @@ from jaxserve.core.errors import TurnTimeoutError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.runtime.pending import Pending, Start, aread, read, submitted, wait
+from jaxserve.engine.pending import Pending, Start, aread, read, submitted, wait
 
 
 @final

@@ -1,30 +1,34 @@
-"""New weights: the settings of an update, weights placed in advance, and the exchange."""
+"""New weights: the settings of an update, weights placed in advance, and their exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 import jax
 from flax import nnx
 
 from jaxserve.core.errors import EngineFailedError, InvalidConfigError, InvalidParamsError
-from jaxserve.engine.device_loop import Running
-from jaxserve.engine.versions import Weights
+from jaxserve.engine.answers import Weights
+from jaxserve.engine.loop import Running, check_running
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.runtime.replicas import Replica
+from jaxserve.execution.weights import check_stored, check_usable
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.quantisation import Quantiser
+from jaxserve.models.saving import save_pretrained
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime.adapters import Adapters
+from jaxserve.runtime.replicas import Replica, Replicas
+from jaxserve.runtime.timings import Timings
+from sharding import split_replicas
 
 # Treatment of the KV of requests that continue after an update.
 KV = Literal["recompute", "keep"]
 _MAX_VERSION = 2**63 - 1
-
-
-def check_running(running: Running) -> None:
-    """Raise InvalidConfigError for an unknown treatment of running requests."""
-    if running not in get_args(Running):
-        raise InvalidConfigError(f"running={running!r} is unknown; pass one of {get_args(Running)}")
 
 
 @final
@@ -161,3 +165,104 @@ def _failed(replicas: Sequence[Replica], cause: BaseException) -> EngineFailedEr
     for replica in replicas:
         replica.loop.fail(error)
     return error
+
+
+@final
+class WeightUpdater:
+    """Replaces the weights of a runtime's replicas. `Runtime` documents each method.
+
+    `quantiser` is None for dense weights.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        timings: Timings,
+        adapters: Adapters,
+        quantiser: Quantiser | None = None,
+    ):
+        self._replicas = replicas
+        self._timings = timings
+        self._adapters = adapters
+        self._quantiser = quantiser
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of the next steps, which change only in pauses."""
+        return self._replicas.first.engine.weights
+
+    def update(self, params: Any, update: WeightUpdate) -> int:
+        update.after(self.weights)  # before any request is cancelled or starts again
+        new = params if isinstance(params, PreparedParams) else None
+        new = new or self.prepare(params, partial=update.partial)
+        if new.owner is not self:
+            raise InvalidParamsError(
+                "parameters that another runtime has prepared are not allowed; call "
+                "prepare_params on this one"
+            )
+        with self._replicas.paused(update.running):
+            new.check(self._place, has_weights=self._replicas.have_weights)
+            fitted = new.fitted
+            # Devices may have moved to another group, or another update or adapter may have come.
+            if self._place != new.place:
+                with placing_weights():
+                    fitted = self._fitted(new.params, new.partial)
+            weights = update.after(self.weights)
+            swap(self._replicas.all, fitted, weights, keeps_kv=update.kv == "keep")
+            self._replicas.have_weights = True
+        return weights.version
+
+    def prepare(self, params: Any, *, partial: bool) -> PreparedParams:
+        if isinstance(params, nnx.Module):
+            params = nnx.state(params, nnx.Param)
+        check_usable(params)
+        check_part(partial, has_weights=self._replicas.have_weights)
+        with placing_weights():
+            if self._quantiser is not None:
+                given, params = params, self._quantiser.params(params, partial=partial)
+                check_stored(params, given)
+            with self._replicas.placing:
+                place = self._place  # read before, so that a change in between is noticed
+                fitted = self._fitted(params, partial)
+                return PreparedParams(self, params, partial, place, fitted)
+
+    @property
+    def _place(self) -> object:
+        """A value that changes when prepared parameters would have to be placed again."""
+        return self._timings.devices, self.weights, self._adapters.generation
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        config: DecoderConfig,
+        layer_layout: LayerLayout,
+        like: str | Path | Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        executor = self._replicas.first.executor
+        if not isinstance(executor.params, nnx.State) or self._replicas.group is not None:
+            raise InvalidConfigError(
+                "weights in stages, on two groups of devices or on several processes cannot be "
+                "saved; load them in one process with a mesh without stages, or none"
+            )
+        self._replicas.check_has_weights("rt.save_pretrained()")
+        save_pretrained(
+            folder,
+            executor.params,
+            config,
+            like,
+            layer_layout=layer_layout,
+            tokenizer=tokenizer,
+        )
+
+    def _fitted(self, params: Any, partial: bool) -> list[Any]:
+        """Return new parameters on the devices of each replica."""
+        params = self._adapters.with_adapters(params, partial=partial)
+        replicas = self._replicas.all
+        parts = split_replicas(params)
+        if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
+            parts = [params] * len(replicas)
+        return [
+            replica.executor.fitted(part, partial=partial)
+            for replica, part in zip(replicas, parts, strict=True)
+        ]

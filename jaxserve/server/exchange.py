@@ -16,8 +16,8 @@ from jaxserve.core.errors import PromptTooLongError, RuntimeClosedError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
+from jaxserve.engine.pending import Pending
 from jaxserve.runtime import Service
-from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.backend import Backend, CountedRequest
@@ -70,7 +70,7 @@ class Exchange:
         self._service = backend.ready_service()
         self._timeout_s = backend.options.request_timeout_s
         self.jobs: Sequence[Job] = ()
-        self._pending: list[Pending] = []
+        self._pending: list[Pending[Completion]] = []
         self._open: dict[int, CountedRequest] = {}
         self._pieces: list[tuple[int, Piece]] = []
         self._num_prompt = self._num_output = 0

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from jaxserve.core.metrics import OUTCOMES, bound_outcomes
 from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
-from jaxserve.engine.stats import ITERATION_TOKENS
+from jaxserve.engine.recorder import ITERATION_TOKENS
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.adapters import AdapterUsage

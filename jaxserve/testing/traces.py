@@ -17,9 +17,9 @@ from jaxserve.core.errors import GrammarTooComplexError
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Weights
 from jaxserve.engine.constraints import AnswerMatcher
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.versions import Weights
 from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.plan import TokenMasks

@@ -9,7 +9,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loop import engine_loop
+from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.presets import PRESETS
@@ -38,7 +38,7 @@ def test_first_tokens_are_delivered_before_those_of_running_answers():
         request = builder.build(prompt, SamplingParams(max_tokens=12), 0.0)
         return Answer(request, sink=lambda _: delivered.append((clock.now(), name)))
 
-    loop = engine_loop(engine, clock)
+    loop = EngineLoop(engine, clock, name="engine")
     answers = [answer("running", 2), answer("new", 40)]
     loop.submit(*answers)
     for each in answers:

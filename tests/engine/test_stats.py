@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.engine.stats import ITERATION_TOKENS
+from jaxserve.engine.recorder import ITERATION_TOKENS
 from jaxserve.testing import OPTIONS, tiny_llama
 
 

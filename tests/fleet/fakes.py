@@ -11,7 +11,7 @@ from jaxserve.core.errors import JaxserveError, ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.engine.device_loop import Running
+from jaxserve.engine.loop import Running
 from jaxserve.fleet.replica import ReplicaCall, Started, make_call
 from jaxserve.models.families import config_from_hf
 from jaxserve.runtime import RuntimeStats

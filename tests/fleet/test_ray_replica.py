@@ -24,9 +24,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.engine.answers import failed_completion
+from jaxserve.engine.pending import Pending
 from jaxserve.fleet.ray_replica import RayReplica, send_kv, take_kv
 from jaxserve.fleet.replica import cancelled_completion
-from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.kv.transfer import KVPages
 from tests.fleet.fakes import call
 
@@ -53,7 +53,7 @@ class _Importing:
 class _Exporting:
     """The part of a runtime that exports KV of a prompt; each look finds two further pages."""
 
-    def __init__(self, pending: Pending, num_looks: int):
+    def __init__(self, pending: Pending[Completion], num_looks: int):
         self.asked: list[int] = []
         self._pending = pending
         self._num_looks = num_looks

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve import Completion, Runtime, SamplingParams
-from jaxserve.engine.pending import PendingRequest
-from jaxserve.runtime.pending import PromptBatch
+from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 
 
@@ -44,7 +43,7 @@ def test_ctrl_c_is_never_lost(completion, has_ended, ctrl_c):
         future.set_result(completion if has_ended else cut)
 
     batch = PromptBatch.of([[1, 2]], None)
-    waiting = [PendingRequest("a", future, cancel)]
+    waiting = [Pending("a", future, cancel)]
     ctrl_c.start()
     if has_ended:
         with pytest.raises(KeyboardInterrupt):

@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock, WallClock
 from jaxserve.core.errors import RuntimeClosedError
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation
@@ -32,7 +33,7 @@ WAIT_S = 30
 @pytest.fixture
 def replicas():
     executors: Any = [(SimulatedExecutor(CONFIG, VirtualClock()), None)]
-    made = Replicas(executors, get_policy("auto"), WallClock())
+    made = Replicas(executors, get_policy("auto"), WallClock(), RuntimeOptions())
     yield made
     made.close()
 

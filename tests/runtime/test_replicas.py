@@ -23,6 +23,7 @@ from jaxserve.core.errors import (
     QueueFullError,
     RuntimeClosedError,
 )
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
@@ -46,7 +47,9 @@ def _replicas(
     executors = [SimulatedExecutor(CONFIG, VirtualClock()) for _ in range(num_replicas)]
     executors[-1] = last(executors[-1])
     sized = [(executor, None) for executor in executors]
-    replicas = Replicas(sized, get_policy("auto"), WallClock(), max_waiting=max_waiting)
+    replicas = Replicas(
+        sized, get_policy("auto"), WallClock(), RuntimeOptions(max_waiting=max_waiting)
+    )
     try:
         yield replicas
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import Runtime
 from jaxserve.core.clock import WallClock
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.recorder import EngineStats
 from jaxserve.runtime.status import StatusLog
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 

@@ -11,14 +11,14 @@ import pytest
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.runtime.pending import Pending, aread, read, submitted
+from jaxserve.engine.pending import Pending, aread, read, submitted
 from jaxserve.runtime.turn_client import ServiceTurnClient
 
 CONSTRAINED = SamplingParams(regex="a")
 LAST = Piece(text="!", token_ids=(3,), finish_reason="stop")
 
 
-def _start(sink: PieceSink) -> Pending:
+def _start(sink: PieceSink) -> Pending[Completion]:
     """Send the last piece but no completion, as when a replica dies in between."""
     sink(LAST)
     return Pending("r", Future(), lambda _: None)
@@ -56,11 +56,11 @@ def test_a_grammar_is_compiled_beside_the_event_loop(way: str):
         else:
             await client.aanswer([1], CONSTRAINED, conversation_id="c", timeout_s=5)
 
-    def start(sink: PieceSink) -> Pending:
+    def start(sink: PieceSink) -> Pending[Completion]:
         sink(LAST)
         return submit()
 
-    def submit(*_: object, **__: object) -> Pending:
+    def submit(*_: object, **__: object) -> Pending[Completion]:
         assert may_submit.wait(20), "the event loop is blocked"
         return Pending.ended(_ended())
 
@@ -76,7 +76,7 @@ def test_a_submission_that_nobody_awaits_is_cancelled():
     cancelled: list[str] = []
     is_here, may_submit = threading.Event(), threading.Event()
 
-    def submit() -> list[Pending]:
+    def submit() -> list[Pending[Completion]]:
         is_here.set()
         assert may_submit.wait(20)
         return [Pending("r", Future(), cancelled.append)]

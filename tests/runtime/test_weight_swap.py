@@ -20,7 +20,7 @@ from jaxserve.core.errors import (
     InvalidParamsError,
     JaxserveError,
 )
-from jaxserve.engine.versions import Weights
+from jaxserve.engine.answers import Weights
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.runtime.weight_update import swap
 from jaxserve.testing import SlowExecutor, WrapAll, tiny

@@ -23,7 +23,7 @@ from jaxserve.core.errors import (
     StaleWeightsError,
 )
 from jaxserve.core.request import Completion
-from jaxserve.engine.versions import Weights
+from jaxserve.engine.answers import Weights
 from jaxserve.runtime.weight_update import WeightUpdate
 from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama

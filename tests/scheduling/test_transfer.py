@@ -11,8 +11,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import EncoderPrompts, Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Weights
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.versions import Weights
 from jaxserve.execution.executor import StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import HostMemory

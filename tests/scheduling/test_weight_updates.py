@@ -11,8 +11,8 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Weights
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.versions import Weights
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.memory.eviction import LRU

@@ -14,9 +14,10 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import EngineFailedError, ReplicaDiedError
+from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Piece
+from jaxserve.engine.pending import Pending
 from jaxserve.runtime import RuntimeStats, Service
-from jaxserve.runtime.pending import Pending
 from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.exchange import Exchange, Job, merged
@@ -149,12 +150,12 @@ def test_metrics_do_not_wait_for_a_replica():
 
 def test_disconnect_while_prompts_are_submitted(rt: Runtime):
     """A client that leaves while its prompts are submitted leaves none of them running."""
-    submitted: list[Pending] = []
+    submitted: list[Pending[Completion]] = []
 
     class Watched:
         """The runtime, whose first request is submitted just before the client leaves."""
 
-        def submit(self, *arguments: Any, **options: Any) -> Pending:
+        def submit(self, *arguments: Any, **options: Any) -> Pending[Completion]:
             exchange.close()
             submitted.append(rt.submit(*arguments, **options))
             return submitted[-1]

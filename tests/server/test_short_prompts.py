@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from jaxserve.core.request import Completion
+from jaxserve.engine.pending import Pending
 from jaxserve.runtime import Service
-from jaxserve.runtime.pending import Pending
 from jaxserve.server import ServerOptions, running
 from tests.predictor.tiny import tiny_predictor
 from tests.server.serving import CHAT, NAME, post, runtime, server
@@ -28,7 +29,7 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
-    def submit(self, *arguments: Any, **options: Any) -> Pending:
+    def submit(self, *arguments: Any, **options: Any) -> Pending[Completion]:
         self.threads.append(threading.current_thread().name)
         return self._service.submit(*arguments, **options)
 

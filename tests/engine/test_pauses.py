@@ -10,14 +10,14 @@ import pytest
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import EngineBusyError, EngineFailedError, JaxserveError
-from jaxserve.engine.device_loop import DeviceLoop, DeviceWork
+from jaxserve.engine.loop import EngineBase, EngineLoop
 
 pytestmark = pytest.mark.fast
 
 WAIT_S = 10
 
 
-class _Nothing(DeviceWork[str]):
+class _Nothing(EngineBase[str]):
     """There is never anything to do."""
 
     has_work = False
@@ -46,7 +46,7 @@ class _Nothing(DeviceWork[str]):
 def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():
     """The error comes in time and says what runs; the pause that was there goes on."""
     clock = WallClock()
-    loop: DeviceLoop[str] = DeviceLoop(_Nothing(), clock, name="nothing")
+    loop: EngineLoop[str] = EngineLoop(_Nothing(), clock, name="nothing")
     try:
         with loop.paused():
             for wait_s in (0.0, 0.01, -1.0):
@@ -63,7 +63,7 @@ def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():
 def test_others_submit_and_cancel_during_a_pause_without_waiting():
     """As an event loop does that serves other replicas; all is taken in after the pause."""
     work = _Nothing()
-    loop: DeviceLoop[str] = DeviceLoop(work, WallClock(), name="nothing")
+    loop: EngineLoop[str] = EngineLoop(work, WallClock(), name="nothing")
     with loop.paused("keep"):
         told = threading.Event()
 
@@ -91,7 +91,7 @@ def test_a_loop_that_another_thread_fails_ends_every_job_with_that_error():
     error = EngineFailedError("its weights are gone")
     error.__cause__ = OSError("the device fell off the bus")
     work = _Nothing()
-    loop: DeviceLoop[str] = DeviceLoop(work, WallClock(), name="nothing")
+    loop: EngineLoop[str] = EngineLoop(work, WallClock(), name="nothing")
     with loop.paused("keep"):
         loop.submit("held")
         loop.fail(error)
@@ -104,7 +104,7 @@ def test_a_loop_that_another_thread_fails_ends_every_job_with_that_error():
         loop.ask(lambda: None)
 
     idle = _Nothing()
-    loop = DeviceLoop(idle, WallClock(), name="nothing")
+    loop = EngineLoop(idle, WallClock(), name="nothing")
     loop.fail(error)
     loop.close()
     assert idle.failed == [(error, [])]
