@@ -166,6 +166,17 @@ def test_rooms_do_not_write_each_others_objects(house: list[Source]):
     _none(ownership.across_rooms(stores))
 
 
+def test_a_sequence_has_one_writer(house: list[Source]):
+    """Only methods of `Sequence` assign its attributes, except those of its KV state."""
+    stores = ownership.foreign_stores(house, ownership.classes_of(house), {})
+    _none(
+        store
+        for store in stores
+        if store.owners == {"jaxserve/scheduling/sequence.py"}
+        if store.what.split(".")[-2] != "kv"
+    )
+
+
 def test_objects_say_what_they_can(house: list[Source]):
     """No code checks the class of an executor or service, or the attributes of an object."""
     _none(wiring.probes(house))

@@ -530,7 +530,7 @@ class Queues:
         return self._kv.least_missing(sequence, self.tokens_to_reserve(sequence))
 
     def wait(self, sequence: Sequence) -> None:
-        sequence.phase = Phase.WAITING
+        sequence.wait()
         self.waiting.add(sequence)
 
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -540,10 +540,7 @@ class Queues:
         self.waiting.admit(sequence)
         if self._headroom is not None:
             self._headroom.admitted(sequence)
-        sequence.slot = self.slots[0].take()
-        sequence.phase = Phase.RUNNING
-        if sequence.times.admitted_s is None:
-            sequence.times.admitted_s = self._now()
+        sequence.run(self.slots[0].take(), self._now())
         bisect.insort(self.running, sequence, key=self.keys.of)
         if sequence.request.has_bounds:
             self.bounded[sequence.key] = sequence
@@ -553,14 +550,14 @@ class Queues:
         """Move a running sequence back to the waiting pool; it keeps its tokens."""
         self.leave_slot(sequence)
         self._kv.preempt(sequence, has_outgrown=has_outgrown)
-        sequence.num_preemptions += 1
+        sequence.preempt()
         self.num_preemptions += 1
-        self.wait(sequence)
+        self.waiting.add(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Free slot and pages of a sequence whose last token is planned."""
         self.leave_slot(sequence)
-        sequence.phase = Phase.CLOSING
+        sequence.close()
         self._kv.release(sequence)
 
     def leave_slot(self, sequence: Sequence) -> None:
@@ -574,7 +571,7 @@ class Queues:
         """Move a running sequence to another group's slots, after the copy of its KV."""
         self._release_slot(sequence)
         self._kv.handed_over(sequence, group)
-        sequence.slot = self.slots[group].take()
+        sequence.move_to(self.slots[group].take())
         self._arrived[group].append(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -584,7 +581,7 @@ class Queues:
         self._released[group].append(sequence.slot)
         if sequence in self._arrived[group]:
             self._arrived[group].remove(sequence)
-        sequence.slot = None
+        sequence.move_to(None)
 
     def compact(self, group: int) -> tuple[tuple[int, int], ...]:
         """Bring a group's live slots together; return (from, to) moves.
@@ -596,7 +593,7 @@ class Queues:
             targets = dict(moves)
             for sequence in self.running:
                 if sequence.kv.group == group and sequence.slot in targets:
-                    sequence.slot = targets[sequence.slot]
+                    sequence.move_to(targets[sequence.slot])
         arrived = {sequence.slot for sequence in self._arrived[group]}
         return tuple(move for move in moves if move[1] not in arrived)
 
@@ -649,7 +646,7 @@ def admission(sequence: Sequence) -> Admission:
 
 def handover(sequence: Sequence, target: int) -> Handover:
     """Return the handover of a sequence's KV to another group, in flight from now on."""
-    sequence.num_in_flight += 1
+    sequence.submitted()
     kv = sequence.kv
     pages = kv.table.pages[: kv.table.pages_for(kv.num_computed)]
     return Handover(sequence.key, kv.group, target, pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -128,29 +128,26 @@ def take_results(sequence: Sequence, row: Row, index: int, result: StepResult) -
         sequence.pooled.add(row.num_pooled, result.pooled[index])
     count = int(result.num_tokens[index])
     if count:
-        _append_outputs(sequence, result, index, count)
+        tokens = result.tokens[index, :count].tolist()
+        wanted = sequence.request.params.logprobs
+        scores = () if wanted is None else _scores(tokens, result, index, wanted)
+        sequence.append(tokens, scores)
     return count
 
 
-def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
-    tokens = result.tokens[row, :count].tolist()
-    sequence.output += tokens
-    wanted = sequence.request.params.logprobs
-    if wanted is None:
-        return
+def _scores(tokens: Seq[int], result: StepResult, row: int, wanted: int) -> Iterator[TokenLogprob]:
     assert result.logprobs is not None and result.processed_logprobs is not None
     for i, token_id in enumerate(tokens):
         top: tuple[tuple[int, float], ...] = ()
         if wanted:
             assert result.top_ids is not None and result.top_logprobs is not None
             top = _pairs(result.top_ids[row, i, :wanted], result.top_logprobs[row, i, :wanted])
-        score = TokenLogprob(
+        yield TokenLogprob(
             token_id=token_id,
             logprob=float(result.logprobs[row, i]),
             processed_logprob=float(result.processed_logprobs[row, i]),
             top=top,
         )
-        sequence.scores.output.append(score)
 
 
 def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
@@ -301,9 +298,7 @@ class Scheduler:
             self._queues.waiting.remove(sequence)
         elif sequence.phase is Phase.RUNNING:
             self._queues.leave_slot(sequence)
-        sequence.phase = Phase.FINISHED
-        sequence.finish_reason, sequence.error = reason, error
-        sequence.times.end(self._clock.now(), has_output=bool(sequence.output))
+        sequence.finish(reason, error, self._clock.now())
         self._kv.end(sequence, is_right=error is None)
         self.lengths.remove(sequence)
         self._queues.keys.drop(sequence)
@@ -315,10 +310,7 @@ class Scheduler:
     ) -> None:
         """End a sequence after `num_outputs` of its output tokens; it may have ended with them."""
         reason: FinishReason = "stop" if error is None else "error"
-        del sequence.output[num_outputs:]
-        del sequence.scores.output[num_outputs:]
-        if sequence.phase is Phase.FINISHED:
-            sequence.finish_reason, sequence.error = reason, error
+        sequence.cut(num_outputs, reason, error)
         self.end(sequence, reason, error)
 
     def expect(self, sequence: Sequence, prediction: LengthPrediction) -> None:
@@ -337,8 +329,7 @@ class Scheduler:
         assert sequence.request.awaits_tokens and not sequence.awaits_token
         start = sequence.num_known
         for token in tokens:
-            sequence.output.append(token)
-            sequence.num_planned_outputs += 1
+            sequence.force(token)
             if reason := end_of(sequence, has_new=True):
                 return self.end(sequence, reason)
         if sequence.phase is Phase.WAITING:
@@ -421,7 +412,7 @@ class Scheduler:
                 news.append(Progress(sequence, 0))
         for index, row in enumerate(plan.rows):
             sequence = self._sequences[row.sequence_key]
-            sequence.num_in_flight -= 1
+            sequence.read()
             if sequence.phase is Phase.FINISHED:
                 if sequence.num_in_flight == 0:
                     del self._sequences[sequence.key]
@@ -441,15 +432,15 @@ class Scheduler:
 
         If its pages are lost, it is recomputed, or ends after several losses; then return True.
         """
-        sequence.num_in_flight -= 1
+        sequence.read()
         if sequence.phase is Phase.FINISHED:
             del self._sequences[sequence.key]
         elif sequence.phase is Phase.RUNNING and not is_lost:
-            sequence.num_lost = 0
+            sequence.handed_over(is_lost=False)
             self._queues.arrive(sequence, handover.target)
         elif sequence.phase is Phase.RUNNING:
             self._num_handovers_lost += 1
-            sequence.num_lost += 1
+            sequence.handed_over(is_lost=True)
             if sequence.num_lost == MAX_LOST_HANDOVERS:
                 self.end(sequence, "error", not_handed_over(sequence))
                 return True
@@ -460,7 +451,7 @@ class Scheduler:
         row = plan.rows[index]
         count = take_results(sequence, row, index, result)
         if count and sequence.times.first_token_s is None:
-            sequence.times.first_token_s = self._clock.now()
+            sequence.times.set_first_token(self._clock.now())
         if not result.finite[index]:
             self.end(sequence, "error", not_finite(sequence))
         elif reason := end_of(sequence, has_new=count > 0):
@@ -471,9 +462,8 @@ class Scheduler:
 
     def _take_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Plan a sequence's next tokens again: fewer came, although it has not ended."""
-        sequence.falls_short = True
+        sequence.take_back(num_tokens)
         self._num_taken_back += num_tokens
-        sequence.num_planned_outputs -= num_tokens
         self._kv.take_back(sequence, num_tokens)
 
     # ---- another schedule, another pool ----
@@ -517,7 +507,7 @@ class Scheduler:
         """
         self._kv.resize(num_pages, moves, self.running)
         for sequence in self.waiting:
-            sequence.max_length = max_length(sequence.request, self.config)
+            sequence.limit(max_length(sequence.request, self.config))
             self._fail_if_too_long(sequence)
         self._queues.waiting.sort()
 

@@ -169,10 +169,8 @@ class SequenceTimes:
     first_token_s: float | None = None
     finished_s: float | None = None
 
-    def end(self, now_s: float, *, has_output: bool) -> None:
-        """Set the time of the end, and of the first token if all tokens were forced."""
-        self.finished_s = now_s
-        if has_output and self.first_token_s is None:
+    def set_first_token(self, now_s: float) -> None:
+        if self.first_token_s is None:
             self.first_token_s = now_s
 
 
@@ -228,7 +226,9 @@ class PooledPrompt:
 @final
 @dataclass(eq=False)
 class Sequence:
-    """Identity, tokens and phase of a sequence. Only the scheduler writes them.
+    """Identity, tokens and phase of a sequence, which only its methods write.
+
+    Only the scheduler calls those that change it.
 
     The device is ahead of what the host has read, so there are two counts of output tokens: those
     known (`output`) and those planned (`num_planned_outputs`, known plus in flight). What is
@@ -363,6 +363,74 @@ class Sequence:
             assert is_one_step or not self.request.awaits_tokens, (
                 "it runs ahead of tokens that it awaits"
             )
+
+    # ---- changes ----
+
+    def wait(self) -> None:
+        self.phase = Phase.WAITING
+
+    def run(self, slot: int, now_s: float) -> None:
+        self.slot, self.phase = slot, Phase.RUNNING
+        if self.times.admitted_s is None:
+            self.times.admitted_s = now_s
+
+    def limit(self, max_length: int) -> None:
+        self.max_length = max_length
+
+    def move_to(self, slot: int | None) -> None:
+        self.slot = slot
+
+    def preempt(self) -> None:
+        self.num_preemptions += 1
+        self.phase = Phase.WAITING
+
+    def close(self) -> None:
+        self.phase = Phase.CLOSING
+
+    def finish(self, reason: FinishReason, error: JaxserveError | None, now_s: float) -> None:
+        self.phase = Phase.FINISHED
+        self.finish_reason, self.error = reason, error
+        self.times.finished_s = now_s
+        if self.output:
+            self.times.set_first_token(now_s)  # if all tokens were forced
+
+    def submitted(self) -> None:
+        """Record that a row of it is in flight."""
+        self.num_in_flight += 1
+
+    def read(self) -> None:
+        """Record that a row in flight has been read."""
+        self.num_in_flight -= 1
+
+    def handed_over(self, *, is_lost: bool) -> None:
+        self.num_lost = self.num_lost + 1 if is_lost else 0
+
+    def plan(self, num_outputs: int, *, may_fall_short: bool = False) -> None:
+        """Record that a step was planned, which delivers at most `num_outputs` tokens."""
+        self.num_planned_outputs += num_outputs
+        self.falls_short |= may_fall_short
+
+    def take_back(self, num_outputs: int) -> None:
+        """Record that a step delivered so many tokens fewer than planned."""
+        self.falls_short = True
+        self.num_planned_outputs -= num_outputs
+
+    def append(self, tokens: Iterable[int], scores: Iterable[TokenLogprob]) -> None:
+        """Append planned tokens that a step has delivered, with their scores if requested."""
+        self.output += tokens
+        self.scores.output += scores
+
+    def force(self, token: int) -> None:
+        """Append a token that is certain, and was not planned."""
+        self.output.append(token)
+        self.num_planned_outputs += 1
+
+    def cut(self, num_outputs: int, reason: FinishReason, error: JaxserveError | None) -> None:
+        """Drop the tokens after the first `num_outputs`; if it has ended, it did so with these."""
+        del self.output[num_outputs:]
+        del self.scores.output[num_outputs:]
+        if self.phase is Phase.FINISHED:
+            self.finish_reason, self.error = reason, error
 
     def drop_output(self) -> None:
         self.num_planned_outputs = 0

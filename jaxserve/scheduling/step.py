@@ -332,7 +332,7 @@ class Step:
         if not self._kv.compute_newest(sequence):
             return False
         self._rows.add_newest(sequence, sequence.kv.num_computed)
-        sequence.num_planned_outputs += 1
+        sequence.plan(1)
         return True
 
     def _suggested(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
@@ -422,7 +422,7 @@ class Step:
             self._new_pages += [(sequence, *e) for e in enumerate(sequence.kv.table.pages)]
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
         for sequence in self.sequences:
-            sequence.num_in_flight += 1
+            sequence.submitted()
         swaps_out, swaps_in = self._kv.copies(admitted)
         return StepPlan(
             index=index,
@@ -459,8 +459,8 @@ class Step:
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end) + len(proposed)
         if sequence.pooled is not None:
             max_new_tokens = 0
-        sequence.num_planned_outputs += max_new_tokens
-        sequence.falls_short |= self._speculating.num_proposed > 0 or bool(proposed)
+        may_fall_short = self._speculating.num_proposed > 0 or bool(proposed)
+        sequence.plan(max_new_tokens, may_fall_short=may_fall_short)
         self._rows.add(sequence, spans, max_new_tokens, proposed)
         self._kv.computed(sequence, spans[0][0], end)
 
