@@ -94,7 +94,7 @@ def _methods(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     return stars.get(parameter.kind, "") + parameter.name
 
 

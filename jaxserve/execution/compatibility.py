@@ -122,13 +122,14 @@ def check_function(options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroup
         f"quantize={options.quantize!r}": options.quantize is not None,
         f"max_adapters={options.max_adapters}": options.max_adapters > 0,
         "probe": options.probe is not None,
+        "deterministic=True": options.deterministic,
         "a mesh with stages": _has_stages(mesh),
     }
     for name, is_given in needed.items():
         if is_given:
             raise InvalidConfigError(
-                f"{name} needs to know the layers and weights of a model, which a FunctionDecoder "
-                "does not tell; omit it, or write a family (docs/adding_a_model.md)"
+                f"{name} needs a model whose layers and products are known, and a FunctionDecoder "
+                "has its own; omit it, or write a family (docs/adding_a_model.md)"
             )
 
 

@@ -57,9 +57,9 @@ class FunctionDecoder(Decoder):
 
     Tokens of all sequences come in one flat array, with the place of each in its sequence. What
     mixes tokens has to go through `attend`; all else is computed token by token. The engine gives
-    it batching, paging, prefixes, preemption, stages of sampling, streaming and new weights.
-    Meshes replicate the parameters; `quantize`, adapters and stages need a family
-    (docs/adding_a_model.md).
+    it batching, paging, prefixes, preemption, sampling, streaming and new weights. Meshes replicate
+    the parameters. `quantize`, adapters, probes, stages and `deterministic` need a family
+    (docs/adding_a_model.md), whose products give a row the same bits in any batch.
 
     Args:
       apply: `(params, tokens, positions, attend) -> logits`, or with `head` the hidden states that
@@ -115,7 +115,7 @@ class FunctionDecoder(Decoder):
         self.names = tuple(name or "params" for name in names)
         self.arrays = nnx.Dict(
             {
-                name: nnx.Param(leaf, logical_axes=(None,) * jnp.ndim(leaf))
+                name: nnx.Param(leaf, logical_axes=(None,) * jnp.ndim(leaf), has_own_dtype=True)
                 for name, (_, leaf) in zip(self.names, flat, strict=True)
             }
         )

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import text_config_of, weights_of
+from jaxserve.models.function import FunctionConfig
 from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.loading import Parameter, abstract_model
 from jaxserve.models.quantisation import dense_array
@@ -77,6 +78,11 @@ def save_pretrained(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidConfigError(
             f"{folder} exists and is not an empty folder; give a new path, or empty it first"
+        )
+    if isinstance(config, FunctionConfig):
+        raise UnsupportedModelError(
+            "a FunctionDecoder has no names for its parameters that transformers knows; save "
+            "decoder.params, for instance with Orbax, or write a family (docs/adding_a_model.md)"
         )
     origin = like if isinstance(like, Mapping) else resolve(like).fetch(weights=False)
     given = _fields(origin) | {

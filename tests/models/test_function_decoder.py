@@ -14,6 +14,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.models.function import FunctionDecoder
+from sharding import make_mesh
 
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 2, 4, 2, 16
 SIZES = dict(
@@ -152,6 +153,40 @@ def test_a_function_of_another_form_is_refused(apply, said):
         jax.eval_shape(decoder.whole_logits, jnp.zeros((1, 4), jnp.int32))
 
 
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mesh=make_mesh(tensor=2)),
+        dict(mesh=make_mesh(data=2)),
+        dict(speculation="lookup"),
+        dict(policy="pensieve"),
+    ],
+    ids=["tensor", "data", "speculation", "pensieve"],
+)
+def test_what_else_serves_it(options):
+    """Answers and scores are those of the function, on meshes and with speculation too."""
+    params, prompts = _params(0), [[1, 2, 3, 4] * 5, [7, 8]]
+    with Runtime(_decoder(params), **SERVING, **options) as rt:
+        for completion in rt.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True)):
+            _assert_greedy(params, completion.prompt_token_ids, completion.token_ids)
+        scores = rt.score(prompts[0])
+    logits = jax.nn.log_softmax(_reference(params, prompts[0])[:-1])
+    wanted = np.asarray(logits)[np.arange(19), prompts[0][1:]]
+    np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_have_their_own_dtypes():
+    """The dtype of the decoder is that of the cache."""
+    decoder = FunctionDecoder(_logits, _params(0), **SIZES, dtype="bfloat16")
+    with Runtime(decoder, **SERVING) as rt:
+        assert (
+            len(rt.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+        )
+        with pytest.raises(UnsupportedModelError, match="with Orbax, or write a family"):
+            rt.save_pretrained("anywhere", like={})
+
+
 @pytest.mark.fast
 def test_other_trees_are_refused():
     """New parameters have the tree of the old ones."""
@@ -160,7 +195,9 @@ def test_other_trees_are_refused():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("options", [dict(quantize="int8"), dict(max_adapters=1)])
+@pytest.mark.parametrize(
+    "options", [dict(quantize="int8"), dict(max_adapters=1), dict(deterministic=True)]
+)
 def test_options_that_need_a_family_are_refused(options):
     """Nothing is ignored in silence."""
     with pytest.raises((UnsupportedModelError, InvalidConfigError), match="family"):
