@@ -24,7 +24,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.models.attention import causal_rows, cross_rows
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.config import DecoderConfig, check_fits
-from jaxserve.models.context import CrossContext
+from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.encoder_decoder import (
     CrossBlock,
     Encoder,
@@ -37,6 +37,7 @@ from jaxserve.models.encoder_decoder import (
 )
 from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.models.quantisation import Quantisation, Quantiser
+from jaxserve.models.recurrence import Advance, Inputs, Recurrence
 from jaxserve.models.rope import rope_tables
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.profile import LayerSizes
@@ -95,7 +96,8 @@ class TimedBlock:
         self._params = _copies_of(params)
 
         def rest(params: Any, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-            return nnx.merge(definition, params)(x, _WithoutAttention(group))
+            context: LayerContext = _WithoutAttention(group)
+            return nnx.merge(definition, params)(x, context)
 
         self._here = jax.jit(rest, out_shardings=place.whole)
         self._anywhere = jax.jit(rest)
@@ -121,6 +123,7 @@ class _WithoutAttention:
     """A `LayerContext` in which a query attends only to its own key and value."""
 
     adapter: Int32[Array, " tokens"] | None = None
+    layer_input: Float[Array, "tokens width"] | None = None
 
     def __init__(self, group: int):
         self._group = group
@@ -132,12 +135,26 @@ class _WithoutAttention:
         scale: float | None,
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
+        sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Use keys and values in the result, so that XLA does not remove their computation."""
         group = self._group
         own = qkv[:, :, group] + qkv[:, :, group + 1]
         out = qkv[:, :, :group] + jnp.asarray(1e-6, qkv.dtype) * own[:, :, None]
         return out.reshape(len(qkv), -1, qkv.shape[-1])
+
+    def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
+        return jnp.arange(num_tokens)
+
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        return q.reshape(len(q), -1, q.shape[-1])
+
+    def recur(
+        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
+    ) -> Float[Array, "tokens ..."]:
+        raise NotImplementedError("layers with a state, which the planner does not measure")
 
     def cross(self) -> Any:
         return _WithoutCrossAttention()

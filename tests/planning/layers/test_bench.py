@@ -30,12 +30,14 @@ from jaxserve.planning.schedules import (
     search,
 )
 from jaxserve.testing.tiny import tiny_llama, tiny_t5
+from tests.common.tiers import some
 
 SIZES = LayerSizes(max_tokens=4, max_batch=2, max_length=8, page_size=4)
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(("kv_dtype", "quantize"), [(None, None), ("int8", None), (None, "int8")])
+@pytest.mark.parametrize(
+    ("kv_dtype", "quantize"), some([("int8", None), (None, None), (None, "int8")])
+)
 def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, quantize):
     """Every curve has times above 0, and they make up a cost; the file belongs to its devices."""
     config, devices = tiny_llama().config, jax.devices()[:2]
