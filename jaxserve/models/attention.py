@@ -20,6 +20,7 @@ and ALiBi count from the position in the rows, so they belong to causal attentio
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 import jax
@@ -33,6 +34,7 @@ from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import HeadLayerNorm, Norm, RMSNorm, UnitRMSNorm, WideRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
+from jaxserve.models.weights import Tensor, Weight
 from pallas_kernels import Rows
 
 
@@ -188,6 +190,65 @@ def _growth(
 
 
 @final
+class PaddedAttention(SumsRows):
+    """Causal attention of a layer whose heads are narrower than those of the cache, as in Gemma 4.
+
+    wqkv  [embed, kv_heads, group + 2, head_dim]   or wqk without values, or wq of shared keys
+    wo    [kv_heads, group, head_dim, embed]
+    q_norm, k_norm  [head_dim]                     values have a norm without a scale
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        assert config.layer_heads is not None, "a layer without heads of its own"
+        self.heads = heads = config.layer_heads
+        self.padded_dim, self.scale = config.head_dim, config.attention_scale
+        kv_heads, head_dim, is_shared = heads.num_kv_heads, heads.head_dim, heads.is_shared
+        self.group = group = config.num_heads // kv_heads
+        axes, embed = ("kv_heads", None, None), config.hidden_size
+        columns = group + (0 if is_shared else 1 + heads.has_values)
+        weight = new.weight(("embed", *axes), (embed, kv_heads, columns, head_dim))
+        if is_shared:
+            self.wq = weight
+        elif heads.has_values:
+            self.wqkv = weight
+        else:
+            self.wqk = weight
+        self.wo = new.weight((*axes, "embed"), (kv_heads, group, head_dim, embed), num_in=3)
+        of_heads = replace(config, hidden_size=head_dim)
+        self.q_norm = RMSNorm(of_heads, new)
+        if not is_shared:
+            self.k_norm, self.v_norm = RMSNorm(of_heads, new), UnitRMSNorm(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
+    ) -> Float[Array, "tokens embed"]:
+        """Return `Attention`'s result."""
+        heads, group, kernels = self.heads, self.group, self.row_kernels
+        weight = self.wq if heads.is_shared else self.wqkv if heads.has_values else self.wqk
+        qkv = projected(Linear(weight, row_kernels=kernels), x, context.adapter, norm=norm)
+        q = self.q_norm(qkv[:, :, :group])
+        if heads.is_shared:
+            out = context.attend_shared(self._padded(q), scale=self.scale)
+        else:
+            k, v = qkv[:, :, group : group + 1], qkv[:, :, -1:]
+            qkv = jnp.concatenate([q, self.k_norm(k), self.v_norm(v)], axis=2)
+            out = context.attend(self._padded(qkv), scale=self.scale, soft_cap=None)
+        out = out[..., : heads.head_dim].reshape(-1, heads.num_kv_heads, group, heads.head_dim)
+        linear = Linear(self.wo, row_kernels=kernels)
+        return projected(linear, out, context.adapter, residual=residual)
+
+    def _padded(
+        self, qkv: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns padded_dim"]:
+        return jnp.pad(qkv, ((0, 0),) * 3 + ((0, self.padded_dim - qkv.shape[-1]),))
+
+
+@final
 class CrossAttention(nnx.Module):
     """Grouped-query attention of a decoder's sequences over the encoder's output.
 
@@ -226,3 +287,21 @@ class CrossAttention(nnx.Module):
         out = context.attend(q, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         out = out.reshape(-1, config.num_kv_heads, config.group, config.head_dim)
         return Linear(self.wo, self.bo)(out, context.adapter)
+
+
+def padded_weights(attention: str) -> dict[str, Weight]:
+    """Return the weights of a `PaddedAttention`; `attention` begins the names of its tensors."""
+    path, layout = "blocks.attention", "(k x d) e"
+
+    def columns(**part: slice) -> Weight:
+        tensors = (Tensor(f"{attention}{n}_proj.weight", layout, x=x) for n, x in part.items())
+        return Weight("e k x d", tuple(tensors))
+
+    return {
+        f"{path}.wqkv": columns(q=slice(0, -2), k=slice(-2, -1), v=slice(-1, None)),
+        f"{path}.wqk": columns(q=slice(0, -1), k=slice(-1, None)),
+        f"{path}.wq": columns(q=slice(None)),
+        f"{path}.wo": Weight.of(attention + "o_proj.weight", "k g d e", "e (k g d)"),
+        f"{path}.q_norm.scale": Weight.of(attention + "q_norm.weight"),
+        f"{path}.k_norm.scale": Weight.of(attention + "k_norm.weight"),
+    }

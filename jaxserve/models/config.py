@@ -50,6 +50,40 @@ class QueryGrowth:
     offset: int = 0
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Latents:
+    """The sizes of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+      query_rank: the size of a token's queries before they become those of heads; None if they do
+        not have one.
+      latent_rank: the size of a token's keys and values before they become those of heads.
+      value_dim: the size of a value; in the cache it is padded to that of a key.
+    """
+
+    query_rank: int | None
+    latent_rank: int
+    value_dim: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LayerHeads:
+    """The heads of a layer in a model whose layers have heads of differing sizes.
+
+    Attributes:
+      has_values: whether there is a projection of values; else they are the keys, before their norm
+        and rotation.
+      is_shared: whether keys and values are those of another layer (`DecoderConfig.kv_sources`).
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    has_values: bool = True
+    is_shared: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The fields that the engine, the cache and the shared layers read; families add their own.
@@ -73,6 +107,8 @@ class DecoderConfig:
       layer_qk_norm: whether they have a layer norm over head_dim instead, with scales of each head.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       query_growth: a factor of the rotated queries that grows with the position; None for none.
+      latents: the sizes of `LatentAttention`; None for a model without it.
+      layer_heads: the heads of one layer's `PaddedAttention`; None for a model without it.
       logits_scale: the factor of the logits; None for no scaling.
       alibi_slopes: by how much attention logits fall with each token of distance, for each query
         head; None for models without ALiBi (`alibi_slopes`).
@@ -122,6 +158,8 @@ class DecoderConfig:
     has_sinks: bool = False
     attention_scale: float | None = None
     query_growth: QueryGrowth | None = None
+    latents: Latents | None = None
+    layer_heads: LayerHeads | None = None
     logits_scale: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     attention_soft_cap: float | None = None

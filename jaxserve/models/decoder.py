@@ -28,6 +28,7 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
+from jaxserve.models.layer_inputs import LayerInputs
 from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
@@ -72,6 +73,7 @@ class Decoder(SumsRows):
 
     block_class: ClassVar[type[Block]]
     recurrent_block_class: ClassVar[type[Block] | None] = None
+    layer_inputs: LayerInputs | None = None  # `_add_start` makes them
 
     def __init__(
         self,
@@ -300,7 +302,9 @@ class Decoder(SumsRows):
         adapter: Int32[Array, " tokens"] | None,
     ) -> Sequence[Float[Array, "tokens width"] | None]:
         """Return the tokens' own input of each layer, beside the residual stream at the start."""
-        return (None,) * self.config.num_layers
+        if self.layer_inputs is None:
+            return (None,) * self.config.num_layers
+        return self.layer_inputs(tokens, x, adapter)
 
     def _end(
         self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None

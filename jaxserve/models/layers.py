@@ -51,8 +51,8 @@ def activation_of(given: Mapping[str, Any], field: str) -> str:
     return name
 
 
-class MLP(Protocol):
-    """The part of a layer after attention."""
+class Sublayer(Protocol):
+    """Attention or the MLP of a layer."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker): ...
 
@@ -64,7 +64,7 @@ class MLP(Protocol):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """Return the MLP's addition to the residual stream, or with `residual` their sum.
+        """Return the addition to the residual stream, or with `residual` their sum.
 
         `norm` is applied to `x` first.
         """
@@ -161,18 +161,19 @@ def _down(
 class Block(nnx.Module):
     """One layer: attention and an MLP over norms of the residual stream, joined by `residual`.
 
-    Families set the two classes, and override `__call__` if a layer has another structure.
+    Families set the classes, and override `__call__` if a layer has another structure.
     With a `ParamMaker` that stacks layers, a block holds the parameters of all layers, and a scan
     passes in those of one.
     """
 
     norm_class: ClassVar[type[Norm]]
-    mlp_class: ClassVar[type[MLP]]
+    attention_class: ClassVar[type[Sublayer]] = Attention
+    mlp_class: ClassVar[type[Sublayer]]
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         self.residual = config.residual
         self.attention_norm = self.norm_class(config, new)
-        self.attention = Attention(config, new)
+        self.attention: Any = self.attention_class(config, new)
         if config.residual != "parallel_one_norm":
             self.mlp_norm = self.norm_class(config, new)
         self.mlp = self.mlp_class(config, new)
@@ -189,6 +190,21 @@ class Block(nnx.Module):
             return x + attended + self.mlp(self.mlp_norm(x), context)
         x = self.attention(x, context, norm=self.attention_norm, residual=x)
         return self.mlp(x, context, norm=self.mlp_norm, residual=x)
+
+
+class SandwichBlock(Block):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        super().__init__(config, new)
+        self.attention_end_norm = self.norm_class(config, new)
+        self.mlp_end_norm = self.norm_class(config, new)
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
+        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x), context))
 
 
 class Mixer(Protocol):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast, final
-
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
+from typing import Any, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, Fields, MLPKind, check_is
-from jaxserve.models.context import LayerContext
+from jaxserve.models.config import DecoderConfig, Fields, Latents, MLPKind, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
+from jaxserve.models.families.glm_moe import grouped_experts
 from jaxserve.models.families.llama import (
     LAYER,
     ROTARY_FIELDS,
@@ -23,15 +19,12 @@ from jaxserve.models.families.llama import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.families.moe import grouped_experts
 from jaxserve.models.family import Family
+from jaxserve.models.latent_attention import LatentAttention, latent_weights
 from jaxserve.models.layers import Block, GatedMLP
-from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import Norm, RMSNorm
-from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.projection import normed, with_residual
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
-from jaxserve.models.weights import Tensor, Weight, neighbours
+from jaxserve.models.weights import Weight
 
 _LATENT = {name: value for name, value in ROTARY_FIELDS.items() if name != "head_dim"} | dict(
     kv_lora_rank=512,
@@ -124,28 +117,10 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
-
-    A head has its rotated dimensions first. Values are padded to the size of keys in the cache.
-
-    Attributes:
-      query_rank: the size of a token's queries before they become those of heads; None if they do
-        not have one.
-      latent_rank: the size of a token's keys and values before they become those of heads.
-      value_dim: the size of a value.
-      rotates_neighbours: whether checkpoints rotate neighbouring dimensions.
-    """
+    """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437)."""
 
     rope: Rope | None = Rope()
-    query_rank: int | None
-    latent_rank: int
-    value_dim: int
-    rotates_neighbours: bool = True
-
-    @property
-    def rotated_dim(self) -> int:
-        assert self.rope is not None and self.rope.dim is not None
-        return self.rope.dim
+    rotates_neighbours: bool = True  # whether checkpoints rotate neighbouring dimensions
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -169,9 +144,11 @@ class DeepseekConfig(DecoderConfig):
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=bool(given.get("mlp_bias")),
-            query_rank=given["q_lora_rank"],
-            latent_rank=given["kv_lora_rank"],
-            value_dim=given["v_head_dim"],
+            latents=Latents(
+                query_rank=given["q_lora_rank"],
+                latent_rank=given["kv_lora_rank"],
+                value_dim=given["v_head_dim"],
+            ),
             attention_scale=head_dim**-0.5 * _magnitude(rope_fields(given)) ** 2,
             rotates_neighbours=bool(given.get("rope_interleave", True)),
         )
@@ -216,84 +193,16 @@ def _magnitude(rotation: Mapping[str, Any]) -> float:
 
 
 @final
-class LatentAttention(SumsRows):
-    """Attention whose queries, and whose keys and values, are made from a few dimensions.
-
-    q_a    [embed, query_rank], q_b [query_rank, heads, head_dim]; or wq [embed, heads, head_dim]
-    kv_a   [embed, latent_rank + rotated]    the rotated part is of all heads' keys
-    kv_b   [latent_rank, heads, head_dim - rotated + value_dim]
-    wo     [heads, value_dim, embed]
-    q_norm [query_rank], kv_norm [latent_rank], and biases bq_a, bkv_a, bo where the config has them
-    """
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.config = config = cast(DeepseekConfig, config)
-        embed, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
-        rank, rotated, has_bias = config.latent_rank, config.rotated_dim, config.qkv_bias
-        by_head = ("kv_heads", None)
-        # Their epsilon is 1e-6, whatever that of the other norms is.
-        small = replace(config, norm_eps=1e-6)
-        if config.query_rank is None:
-            self.wq = new.weight(("embed", *by_head), (embed, heads, head_dim))
-        else:
-            self.q_a = new.weight(("embed", None), (embed, config.query_rank))
-            self.bq_a = new.zeros((None,), (config.query_rank,)) if has_bias else None
-            self.q_norm = RMSNorm(replace(small, hidden_size=config.query_rank), new)
-            self.q_b = new.weight((None, *by_head), (config.query_rank, heads, head_dim))
-        self.kv_a = new.weight(("embed", None), (embed, rank + rotated))
-        self.bkv_a = new.zeros((None,), (rank + rotated,)) if has_bias else None
-        self.kv_norm = RMSNorm(replace(small, hidden_size=rank), new)
-        width = head_dim - rotated + config.value_dim
-        self.kv_b = new.weight((None, *by_head), (rank, heads, width))
-        self.wo = new.weight((*by_head, "embed"), (heads, config.value_dim, embed), num_in=2)
-        self.bo = new.zeros(("embed",), (embed,)) if config.o_bias else None
-
-    def __call__(
-        self,
-        x: Float[Array, "tokens embed"],
-        context: LayerContext,
-        *,
-        norm: Norm | None = None,
-        residual: Float[Array, "tokens embed"] | None = None,
-    ) -> Float[Array, "tokens embed"]:
-        """Return attention's addition to the residual stream, or with `residual` their sum."""
-        config, adapter, kernels = self.config, context.adapter, self.row_kernels
-        x = normed(x, norm)
-
-        def times(weight: Any, x: Array, bias: nnx.Param | None = None) -> Array:
-            return Linear(weight, bias, row_kernels=kernels)(x, adapter)
-
-        if config.query_rank is None:
-            q = times(self.wq, x)
-        else:
-            q = times(self.q_b, self.q_norm(times(self.q_a, x, self.bq_a)))
-        latent, rotated = jnp.split(times(self.kv_a, x, self.bkv_a), (config.latent_rank,), axis=1)
-        kv = times(self.kv_b, self.kv_norm(latent))
-        k, v = jnp.split(kv, (config.head_dim - config.rotated_dim,), axis=2)
-        shared = jnp.broadcast_to(rotated[:, None], (*k.shape[:2], config.rotated_dim))
-        k = jnp.concatenate([shared, k], axis=2)
-        v = jnp.pad(v, [(0, 0), (0, 0), (0, config.head_dim - config.value_dim)])
-        out = context.attend(
-            jnp.stack([q, k, v], axis=2), scale=config.attention_scale, soft_cap=None
-        )
-        return with_residual(residual, times(self.wo, out[..., : config.value_dim], self.bo))
-
-
 class DeepseekBlock(Block):
     norm_class = RMSNorm
+    attention_class = LatentAttention
     mlp_class = GatedMLP
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        nnx.Module.__init__(self)  # not `Block`'s, which makes another attention
-        self.residual = config.residual
-        self.attention_norm = RMSNorm(config, new)
-        self.attention: Any = LatentAttention(config, new)
-        self.mlp_norm = RMSNorm(config, new)
-        self.mlp = self.mlp_class(config, new)
 
 
 @final
-class DeepseekMoEBlock(DeepseekBlock):
+class DeepseekMoEBlock(Block):
+    norm_class = RMSNorm
+    attention_class = LatentAttention
     mlp_class = MixtureOfExperts
 
 
@@ -307,41 +216,17 @@ class Deepseek(Decoder):
 
 
 def _weights(config: DeepseekConfig) -> dict[str, Weight]:
-    attention, path, rotated = LAYER + "self_attn.", "blocks.attention.", config.rotated_dim
-    pairs = list(range(rotated))
-    if config.rotates_neighbours:
-        pairs = neighbours(rotated, rotated)["d"]
-    unrotated, rank = config.head_dim - rotated, config.latent_rank
-    of_heads = {"d": [*(unrotated + i for i in pairs), *range(unrotated)]}
-    of_latents = {"r": [*range(rank), *(rank + i for i in pairs)]}
-
-    def queries(name: str) -> Weight:
-        return Weight("e k d", (Tensor(attention + name, "(k d) e", order=of_heads),))
-
-    shared = {
-        name: weight
-        for name, weight in attention_weights(config).items()
-        if not name.startswith(path)
-    }
     return {
-        **shared,
+        **{
+            path: weight
+            for path, weight in attention_weights(config).items()
+            if not path.startswith("blocks.attention.")
+        },
         **mlp_weights(),
         **expert_weights(config, LAYER, ExpertNames(shared="shared_experts.")),
-        f"{path}wq": queries("q_proj.weight"),
-        f"{path}q_a": Weight.of(attention + "q_a_proj.weight", "e r", "r e"),
-        f"{path}bq_a": Weight.of(attention + "q_a_proj.bias"),
-        f"{path}q_norm.scale": Weight.of(attention + "q_a_layernorm.weight"),
-        f"{path}q_b": queries("q_b_proj.weight"),
-        f"{path}kv_a": Weight(
-            "e r", (Tensor(attention + "kv_a_proj_with_mqa.weight", "r e", order=of_latents),)
+        **latent_weights(
+            config, LAYER + "self_attn.", rotates_neighbours=config.rotates_neighbours
         ),
-        f"{path}bkv_a": Weight(
-            "r", (Tensor(attention + "kv_a_proj_with_mqa.bias", "r", order=of_latents),)
-        ),
-        f"{path}kv_norm.scale": Weight.of(attention + "kv_a_layernorm.weight"),
-        f"{path}kv_b": Weight.of(attention + "kv_b_proj.weight", "e k d", "(k d) e"),
-        f"{path}wo": Weight.of(attention + "o_proj.weight", "k d e", "e (k d)"),
-        f"{path}bo": Weight.of(attention + "o_proj.bias"),
     }
 
 

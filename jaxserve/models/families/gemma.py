@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
-from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import (
     LAYER,
@@ -19,35 +18,38 @@ from jaxserve.models.families.llama import (
     mlp_weights,
 )
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, activation_of
+from jaxserve.models.layers import Block, GatedMLP, SandwichBlock, activation_of
 from jaxserve.models.norms import RMSNorm
-from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight
 
+# Fields that Gemma 2 to 4 share.
+GEMMA_FIELDS = dict(
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    rope_parameters=None,
+    attention_bias=False,
+    layer_types=None,
+    use_bidirectional_attention=None,
+)
 _GEMMA2 = Fields(
-    dict(
+    GEMMA_FIELDS
+    | dict(
         vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
         num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        hidden_activation="gelu_pytorch_tanh",
         max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        rope_parameters=None,
         rope_scaling=None,
         rope_theta=1e4,
-        attention_bias=False,
         query_pre_attn_scalar=256,
         sliding_window=4096,
-        layer_types=None,
         final_logit_softcapping=30.0,
         attn_logit_softcapping=50.0,
-        use_bidirectional_attention=None,
     ),
     nullable=("sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
     pad_token_id=0,
@@ -138,10 +140,7 @@ class GemmaConfig(DecoderConfig):
             }
         # Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
         every = given.get("sliding_window_pattern", 2)
-        kinds = given["layer_types"] or [
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(num_layers)
-        ]
+        kinds = kinds_in_turn(given, every)
         rope, local_rope = _ropes(given, max_position)
         return cls(
             vocab_size=given["vocab_size"],
@@ -174,6 +173,14 @@ class GemmaConfig(DecoderConfig):
         )
 
 
+def kinds_in_turn(given: Mapping[str, Any], every: int) -> list[str]:
+    """Return `layer_types`; by default each `every`-th layer sees the whole context."""
+    return given["layer_types"] or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(given["num_hidden_layers"])
+    ]
+
+
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
     """Return the rotary embeddings of layers that see the whole context, and with a window."""
     if given["model_type"] != "gemma3_text":
@@ -192,33 +199,13 @@ def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | No
 
 
 @final
-class GemmaBlock(Block):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
-
+class GemmaBlock(SandwichBlock):
     norm_class = RMSNorm
     mlp_class = GatedMLP
 
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        super().__init__(config, new)
-        self.attention_end_norm = RMSNorm(config, new)
-        self.mlp_end_norm = RMSNorm(config, new)
 
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
-        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x), context))
-
-
-@final
-class Gemma(Decoder):
+class ScaledDecoder(Decoder):
     """A `Decoder` whose embeddings are multiplied by sqrt(embed)."""
-
-    block_class = GemmaBlock
-    config: GemmaConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def _block_class(self, layer: int) -> type[Block]:
-        return GemmaBlock if self.config.has_end_norms else LlamaBlock
 
     def _embed(
         self,
@@ -228,6 +215,15 @@ class Gemma(Decoder):
     ) -> Float[Array, "tokens embed"]:
         x = self._embedded(tokens, adapter)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+
+@final
+class Gemma(ScaledDecoder):
+    block_class = GemmaBlock
+    config: GemmaConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def _block_class(self, layer: int) -> type[Block]:
+        return GemmaBlock if self.config.has_end_norms else LlamaBlock
 
 
 def _weights(config: GemmaConfig) -> dict[str, Weight]:

@@ -25,7 +25,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
 from jaxserve.models.families.mamba2 import Mamba2Block
 from jaxserve.models.family import Family
-from jaxserve.models.layers import MLP, Block, TwoLayerMLP, activation_of
+from jaxserve.models.layers import Block, Sublayer, TwoLayerMLP, activation_of
 from jaxserve.models.mamba import Mamba2Sizes, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
@@ -175,7 +175,7 @@ class MLPBlock(Block):
     """x + mlp(norm(x))."""
 
     norm_class = RMSNorm
-    mlp_class: ClassVar[type[MLP]] = TwoLayerMLP
+    mlp_class: ClassVar[type[Sublayer]] = TwoLayerMLP
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention
