@@ -115,6 +115,13 @@ def test_gemma3_of_both_transformers_agree():
     assert not old.is_uniform
 
 
+def test_a_base_beside_olmo3_is_that_of_all_layers():
+    """transformers 4 writes one; transformers 5.24.0 reads it for layers without a window only."""
+    olmo = {**LLAMA, "model_type": "olmo3", "num_key_value_heads": 4, "rope_theta": 1e4}
+    config = config_from_hf(olmo)
+    assert config.rope.theta == config.local_rope.theta == 1e4
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float64", jnp.bfloat16])
 def test_the_dtype_is_one_of_three_names(dtype):
     """It is float32 by default, part of the configuration's identity, and kept by parts of it."""

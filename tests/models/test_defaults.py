@@ -11,6 +11,7 @@ import transformers
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.families import FAMILIES, config_from_hf
+from jaxserve.models.rope import Rope
 
 pytestmark = pytest.mark.fast
 
@@ -40,6 +41,8 @@ _BY_KIND: dict[tuple[str, str], Any] = {
     **{(kind, "partial_rotary_factor"): 0.5 for kind in ("glm", "glm4", "glm4_moe", "nemotron")},
     ("cohere2", "sliding_window_pattern"): 4,
     ("phi3", "partial_rotary_factor"): 1.0,
+    ("minimax_m2", "partial_rotary_factor"): None,
+    ("persimmon", "partial_rotary_factor"): 0.5,
 }
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
@@ -69,6 +72,7 @@ _NOT_BUILT = {
     "cohere": ("layer_norm_eps", "logit_scale"),
     "falcon": ("layer_norm_epsilon", "activation"),
     "nemotron": ("partial_rotary_factor",),
+    "persimmon": ("partial_rotary_factor",),
     "stablelm": ("partial_rotary_factor",),
     "falcon_h1": (
         *("lm_head_multiplier", "embedding_multiplier", "key_multiplier"),
@@ -190,6 +194,20 @@ def test_null_is_not_absent(kind):
             dict(layer_kinds=("recurrent", "attention")),
         ),
         ("qwen3_moe", {}, dict(intermediate_size=6144)),
+        # transformers has a window of 0 tokens then, and no token sees any.
+        (
+            "qwen2_moe",
+            dict(num_hidden_layers=2, layer_types=["sliding_attention"] * 2),
+            dict(sliding_windows=(None, None)),
+        ),
+        *(
+            ("minimax_m2", given, dict(rope=Rope(theta=5e6, dim=dim)))
+            for given, dim in (
+                (dict(rotary_dim=64), 64),
+                (dict(partial_rotary_factor=0.25), 32),
+                (dict(partial_rotary_factor=0.25, rotary_dim=64), 32),
+            )
+        ),
         (
             "nemotron_h",
             dict(hybrid_override_pattern="M*-M"),
@@ -233,6 +251,13 @@ def test_experts_that_differ_from_family_to_family(kind, given, expected):
     config = config_from_hf({"model_type": kind, **given})
     assert {name: getattr(config.experts, name) for name in expected} == expected
     assert config == config_from_hf(_full(kind, **given))
+
+
+def test_steps_of_nemotron_h_are_at_least_time_step_min():
+    """Its class never reads time_step_limit (transformers 5.24.0)."""
+    given = dict(time_step_limit=[0.5, 0.6], time_step_min=0.2)
+    found = config_from_hf({"model_type": "nemotron_h", **given}).recurrence
+    assert (found.min_step, found.max_step) == (0.2, math.inf)
 
 
 def test_bases_of_rotations_that_are_left_out():

@@ -39,6 +39,16 @@ def test_published_sizes_and_those_that_transformers_writes_agree():
     assert (config.windowed.head_dim, config.windowed.num_kv_heads) == (12, 2)
 
 
+@pytest.mark.fast
+def test_a_null_table_of_layers_means_equal_heads():
+    """A null is not absent: transformers has no heads of other sizes then, whatever the fields."""
+    fields = {**VARIANTS["gemma4_plain"][1], "per_layer_config": None}
+    config = config_from_hf({"model_type": "gemma4_text", **fields})
+    layers = transformers.Gemma4TextConfig(**fields).per_layer_config
+    assert [layer.head_dim for layer in layers] == [12, 12]
+    assert config.whole == config.windowed and config.head_dim == 12
+
+
 @pytest.mark.release
 def test_tensors_of_shared_keys_are_not_read(tmp_path):
     """Published checkpoints have projections of keys in layers that read those of others."""

@@ -26,53 +26,49 @@ from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight, neighbours
 
+_ROUTED = ROTARY_FIELDS | dict(
+    intermediate_size=10944,
+    attention_bias=False,
+    moe_intermediate_size=1408,
+    routed_scaling_factor=1.0,
+    n_group=1,
+    topk_group=1,
+)
 _FIELDS = {
     "glm4_moe": Fields(
-        ROTARY_FIELDS
+        _ROUTED
         | dict(
             vocab_size=151552,
             hidden_size=4096,
-            intermediate_size=10944,
             num_hidden_layers=46,
             num_attention_heads=96,
             num_key_value_heads=8,
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
             partial_rotary_factor=0.5,
-            attention_bias=False,
             use_qk_norm=False,
-            moe_intermediate_size=1408,
             num_experts_per_tok=8,
             n_shared_experts=1,
             n_routed_experts=128,
-            routed_scaling_factor=1.0,
-            n_group=1,
-            topk_group=1,
             first_k_dense_replace=1,
             norm_topk_prob=True,
         ),
         aliases={"num_local_experts": "n_routed_experts"},
     ),
     "dots1": Fields(
-        ROTARY_FIELDS
+        _ROUTED
         | dict(
             vocab_size=152064,
             hidden_size=4608,
-            intermediate_size=10944,
             num_hidden_layers=62,
             num_key_value_heads=32,
             max_position_embeddings=2048,
-            attention_bias=False,
             sliding_window=4096,
             max_window_layers=62,
             layer_types=None,
-            moe_intermediate_size=1408,
             num_experts_per_tok=None,
             n_shared_experts=None,
             n_routed_experts=None,
-            routed_scaling_factor=1.0,
-            n_group=1,
-            topk_group=1,
             first_k_dense_replace=0,
             norm_topk_prob=False,
         ),
@@ -116,6 +112,7 @@ _FIELDS = {
             head_dim=128,
             max_position_embeddings=196608,
             rope_theta=5e6,
+            partial_rotary_factor=None,
             rotary_dim=None,
             num_local_experts=256,
             num_experts_per_tok=8,
@@ -208,9 +205,10 @@ def _ernie(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _minimax(given: dict[str, Any]) -> dict[str, Any]:
-    rotated = given["rotary_dim"]
-    share = None if rotated is None else rotated / given["head_dim"]
-    return rotary_decoder_fields(given, share if share is not None else 1.0) | dict(
+    share = given["partial_rotary_factor"]
+    if share is None:
+        share = 1.0 if given["rotary_dim"] is None else given["rotary_dim"] / given["head_dim"]
+    return rotary_decoder_fields(given, share) | dict(
         wide_qk_norm=True,
         experts=ExpertsConfig(
             num=given["num_local_experts"],
