@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig, QueryGrowth
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import HeadLayerNorm, Norm, RMSNorm, UnitRMSNorm, WideRMSNorm
+from jaxserve.models.norms import HeadLayerNorm, LayerNorm, Norm, RMSNorm, UnitRMSNorm, WideRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from jaxserve.models.weights import Tensor, Weight
@@ -137,6 +137,9 @@ class Attention(SumsRows):
         elif config.layer_qk_norm:
             self.q_norm = HeadLayerNorm(config, new, num_heads=group)
             self.k_norm = HeadLayerNorm(config, new, num_heads=1)
+        elif config.shared_layer_qk_norm:
+            of_heads = replace(config, hidden_size=head_dim)
+            self.q_norm, self.k_norm = LayerNorm(of_heads, new), LayerNorm(of_heads, new)
 
     def __call__(
         self,
@@ -160,6 +163,8 @@ class Attention(SumsRows):
             gate, qkv = jnp.split(qkv, (group,), axis=2)
         if config.has_qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
+            if config.rotates_before_norm:
+                q, k = context.rotated(q), context.rotated(k)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         if config.qkv_clip is not None:
             qkv = jnp.clip(qkv, -config.qkv_clip, config.qkv_clip)
@@ -173,6 +178,7 @@ class Attention(SumsRows):
             soft_cap=config.attention_soft_cap,
             alibi_slopes=config.alibi_slopes,
             sinks=self.sinks[...].reshape(-1) if config.has_sinks else None,
+            is_rotated=config.rotates_before_norm,
         )
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
         if gate is not None:

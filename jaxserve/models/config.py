@@ -101,10 +101,12 @@ class DecoderConfig:
       qkv_clip: the largest magnitude of queries, keys and values, after norms; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
       wide_qk_norm: whether they have one over all heads together instead.
+      rotates_before_norm: whether the rotation comes before these norms instead.
       attention_gate: whether attention's outputs are multiplied by the sigmoid of a projection.
       unit_qk_norm: whether queries and keys have an RMS norm over head_dim without a scale.
       has_sinks: whether each query head has a logit that joins the softmax, without a value.
       layer_qk_norm: whether they have a layer norm over head_dim instead, with scales of each head.
+      shared_layer_qk_norm: whether they have one with a scale and a bias that all heads share.
       attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
       query_growth: a factor of the rotated queries that grows with the position; None for none.
       latents: the sizes of `LatentAttention`; None for a model without it.
@@ -152,7 +154,9 @@ class DecoderConfig:
     qkv_clip: float | None = None
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    rotates_before_norm: bool = False
     layer_qk_norm: bool = False
+    shared_layer_qk_norm: bool = False
     attention_gate: bool = False
     unit_qk_norm: bool = False
     has_sinks: bool = False
@@ -236,7 +240,7 @@ class DecoderConfig:
     @property
     def has_qk_norm(self) -> bool:
         kinds = self.qk_norm, self.wide_qk_norm, self.layer_qk_norm, self.unit_qk_norm
-        return any(kinds)
+        return any(kinds) or self.shared_layer_qk_norm
 
     @property
     def group(self) -> int:

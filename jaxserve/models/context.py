@@ -43,12 +43,20 @@ class LayerContext(Protocol):
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
+        is_rotated: bool = False,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Return attention for the queries in `qkv`: each KV head's queries, key and value.
 
-        This rotates queries and keys if positions are rotary. `scale`, `soft_cap`,
-        `alibi_slopes` and `sinks` are those of `pallas_kernels.paged_attention`.
+        This rotates queries and keys if positions are rotary, unless they are rotated already.
+        `scale`, `soft_cap`, `alibi_slopes` and `sinks` are those of
+        `pallas_kernels.paged_attention`.
         """
+        ...
+
+    def rotated(
+        self, x: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns head_dim"]:
+        """Return queries or keys rotated to their positions; `x` if positions are not rotary."""
         ...
 
     def attend_shared(
@@ -113,10 +121,11 @@ class PagedContext:
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
+        is_rotated: bool = False,
         out, self.cache = self.cache.attend(
             self._layer,
             qkv,
-            self._rope,
+            None if is_rotated else self._rope,
             self._chunked(qkv.shape[0]),
             alibi_slopes=alibi_slopes,
             sliding_window=self._sliding_window,
@@ -127,12 +136,16 @@ class PagedContext:
         return out
 
     def attend_shared(
+    def rotated(
+        self, x: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns head_dim"]:
+        return x if self._rope is None else apply_rope(x, self._rope)
+
         self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        rotated = q if self._rope is None else apply_rope(q, self._rope)
         return self.cache.read(
             self._layer,
-            rotated.reshape(len(q), -1, q.shape[-1]),
+            self.rotated(q).reshape(len(q), -1, q.shape[-1]),
             self._chunked(len(q)),
             sliding_window=self._sliding_window,
             scale=scale,
@@ -231,6 +244,7 @@ class WholeContext:
         sinks: Float[Array, " q_heads"] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         self._kv = qkv[:, :, -2:]
+        is_rotated: bool = False,
         chunk = self._length if self._chunk is None else min(self._chunk, self._length)
         num_sequences, missing = qkv.shape[0] // self._length, -self._length % chunk
 
@@ -240,7 +254,7 @@ class WholeContext:
             x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
             return x.reshape(-1, *x.shape[2:])
 
-        rope = self._rope
+        rope = None if is_rotated else self._rope
         if missing:
             qkv, rope = padded(qkv), jax.tree.map(padded, rope)
         out = whole_attention(
@@ -260,6 +274,11 @@ class WholeContext:
 
     def attend_shared(
         self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
+    def rotated(
+        self, x: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns head_dim"]:
+        return x if self._rope is None else apply_rope(x, self._rope)
+
     ) -> Float[Array, "tokens q_heads head_dim"]:
         assert self._source is not None and self._source._kv is not None, "a layer with its own"
         qkv = jnp.concatenate([q, self._source._kv], axis=2)

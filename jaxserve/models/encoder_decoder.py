@@ -112,6 +112,7 @@ class EncoderContext:
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
+        is_rotated: bool = False,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         if qkv.shape[2] != 3 or any(x is not None for x in (soft_cap, alibi_slopes, sinks)):
             raise NotImplementedError("encoders with grouped queries, a soft cap, ALiBi or sinks")
@@ -131,6 +132,11 @@ class EncoderContext:
             tuple(map(in_blocks, (q, batch.prompt, batch.positions))),
         )
         return out.reshape(count * size, heads, head_dim)[:tokens]
+
+    def rotated(
+        self, x: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns head_dim"]:
+        return x
 
     def attend_shared(
         self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None

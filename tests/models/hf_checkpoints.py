@@ -262,6 +262,10 @@ VARIANTS = {
     "opt": _of("OPTConfig", _OPT_SIZES, word_embed_proj_dim=48),
     "opt_350m": _of("OPTConfig", _OPT_SIZES, word_embed_proj_dim=24, do_layer_norm_before=False),
     "gptj": _of("GPTJConfig", _GPT_SIZES, rotary_dim=4),
+    "codegen": _of("CodeGenConfig", _GPT_SIZES, n_head=8, n_embd=64, n_inner=80, rotary_dim=4),
+    "persimmon": _of(
+        "PersimmonConfig", {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}
+    ),
     "gpt_neox": _of(
         "GPTNeoXConfig",
         _SIZES,
@@ -460,6 +464,14 @@ VARIANTS = {
             original_max_position_embeddings=32,
         ),
     ),
+    "hunyuan": _of(
+        "HunYuanDenseV1Config",
+        _SIZES,
+        head_dim=16,
+        attention_bias=True,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e2, alpha=20.0, factor=1.0),
+    ),
+    "hunyuan_moe": _of("HunYuanMoEV1Config", _SIZES, head_dim=16, num_experts=6, moe_topk=[2, 2]),
     "olmoe": _of(
         "OlmoeConfig",
         _SIZES,

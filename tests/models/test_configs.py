@@ -155,6 +155,8 @@ _LONGROPE = dict(rope_type="longrope", short_mscale=1.1, long_mscale=1.2)
         (dict(model_type="deepseek_v3", v_head_dim=200), "v_head_dim=200 is more than the 192"),
         (dict(model_type="deepseek_v3", num_key_value_heads=8), "num_key_value_heads"),
         (dict(model_type="phimoe", rope_scaling=_LONGROPE), "short_mscale=1.1 and long_mscale=1.2"),
+        (dict(model_type="codegen", n_head=6, n_embd=48), "n_head=6"),
+        (dict(model_type="hunyuan_v1_moe", num_hidden_layers=2, moe_topk=[1, 2]), "moe_topk"),
         (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "topk_method"),
         (dict(model_type="glm4_moe_lite", mlp_layer_types=["none"] * 47), "mlp_layer_types"),
         (dict(model_type="llama4_text", layer_types=["sliding_attention"] * 48), "layer_types"),

@@ -136,6 +136,7 @@ class _WithoutAttention:
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
+        is_rotated: bool = False,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Use keys and values in the result, so that XLA does not remove their computation."""
         group = self._group
@@ -145,6 +146,11 @@ class _WithoutAttention:
 
     def positions(self, num_tokens: int) -> Int32[Array, " tokens"]:
         return jnp.arange(num_tokens)
+
+    def rotated(
+        self, x: Float[Array, "tokens kv_heads columns head_dim"]
+    ) -> Float[Array, "tokens kv_heads columns head_dim"]:
+        return x
 
     def attend_shared(
         self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
