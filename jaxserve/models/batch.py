@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -236,22 +236,24 @@ class KVCache:
         advance: Advance,
         inputs: Inputs,
         batch: AttentionBatch,
+        names: Collection[str],  # of the state's arrays that `advance` reads and returns
     ) -> tuple[Float[Array, "tokens ..."], KVCache]:
         """Advance a batch's sequences in a recurrent layer; return outputs and the new cache."""
         assert batch.slot is not None, "a batch of a model without recurrent layers"
         buffer, index = (0, layer) if len(self.states) == 1 else (layer, 0)
         if not isinstance(buffer, int):
             raise TypeError("a traced layer needs a cache with one buffer for all layers")
+        whole = self.states[buffer]
         out, own = advance_rows(
             advance,
             inputs,
-            self.states[buffer],
+            {name: whole[name] for name in names},
             index,
             batch.slot,
             batch.rows,
             is_decode=batch.max_query_length == 1,
         )
-        states = *self.states[:buffer], own, *self.states[buffer + 1 :]
+        states = *self.states[:buffer], {**whole, **own}, *self.states[buffer + 1 :]
         return out, replace(self, states=states)
 
     @property

@@ -70,7 +70,8 @@ class LayerContext(Protocol):
     ) -> Float[Array, "tokens ..."]:
         """Return the outputs of `advance`, called for runs of tokens of one sequence each.
 
-        `recurrence` has the state's sizes, `dtype` is that of the activations.
+        `recurrence` has the sizes of the state, or of the part of it that `advance` reads and
+        returns; `dtype` is that of the activations.
         """
         ...
 
@@ -120,8 +121,8 @@ class PagedContext:
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
-    ) -> Float[Array, "tokens q_heads head_dim"]:
         is_rotated: bool = False,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
         out, self.cache = self.cache.attend(
             self._layer,
             qkv,
@@ -135,12 +136,12 @@ class PagedContext:
         )
         return out
 
-    def attend_shared(
     def rotated(
         self, x: Float[Array, "tokens kv_heads columns head_dim"]
     ) -> Float[Array, "tokens kv_heads columns head_dim"]:
         return x if self._rope is None else apply_rope(x, self._rope)
 
+    def attend_shared(
         self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
     ) -> Float[Array, "tokens q_heads head_dim"]:
         return self.cache.read(
@@ -154,7 +155,8 @@ class PagedContext:
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
     ) -> Float[Array, "tokens ..."]:
-        out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch)
+        names = recurrence.arrays(dtype)
+        out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch, names)
         return out
 
     def _chunked(self, num_tokens: int) -> AttentionBatch:
@@ -242,9 +244,9 @@ class WholeContext:
         soft_cap: float | None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: Float[Array, " q_heads"] | None = None,
+        is_rotated: bool = False,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         self._kv = qkv[:, :, -2:]
-        is_rotated: bool = False,
         chunk = self._length if self._chunk is None else min(self._chunk, self._length)
         num_sequences, missing = qkv.shape[0] // self._length, -self._length % chunk
 
@@ -272,13 +274,13 @@ class WholeContext:
         out = out.reshape(num_sequences, self._length + missing, *out.shape[1:])
         return out[:, : self._length].reshape(-1, *out.shape[2:])
 
-    def attend_shared(
-        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
     def rotated(
         self, x: Float[Array, "tokens kv_heads columns head_dim"]
     ) -> Float[Array, "tokens kv_heads columns head_dim"]:
         return x if self._rope is None else apply_rope(x, self._rope)
 
+    def attend_shared(
+        self, q: Float[Array, "tokens kv_heads columns head_dim"], *, scale: float | None
     ) -> Float[Array, "tokens q_heads head_dim"]:
         assert self._source is not None and self._source._kv is not None, "a layer with its own"
         qkv = jnp.concatenate([q, self._source._kv], axis=2)

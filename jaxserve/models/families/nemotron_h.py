@@ -23,7 +23,7 @@ from jaxserve.models.config import (
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.mamba2 import Mamba2Block
+from jaxserve.models.families.mamba import MambaBlock
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, Sublayer, TwoLayerMLP, activation_of
 from jaxserve.models.mamba import Mamba2Sizes, mixer_weights
@@ -196,7 +196,7 @@ class ExpertsBlock(MLPBlock):
 @final
 class NemotronH(Decoder):
     block_class = AttentionBlock
-    recurrent_block_class = Mamba2Block
+    recurrent_block_class = MambaBlock
 
     def _block_class(self, layer: int) -> type[Block]:
         if self.config.layer_kinds[layer] != "mlp":
