@@ -473,16 +473,23 @@ class GGUFSource:
     def _named(self, facts: Facts) -> dict[str, TensorInfo]:
         """Return the tensors by the Hugging Face names that the model's family reads."""
         config = config_from_hf(self.config)
-        if config.experts is not None:
-            config = config.fitted_to({"model.layers.0.mlp.experts.0.down_proj.weight": ()})
+        # Names by which a family knows the form of its tensors, as GGUF files have them.
+        config = config.fitted_to(
+            {
+                "model.layers.0.mlp.experts.0.down_proj.weight": (),
+                "model.layers.0.linear_attn.in_proj_qkv.weight": (),
+            }
+        )
+        family = family_of(config)
         names = {
             tensor.name.format(layer=layer)
-            for weight in family_of(config).weights(config).values()
+            for weight in family.weights(config).values()
             for tensor in weight.tensors
             for layer in range(config.num_layers)
         }
         translate = self._architecture.names(self.config, self.where)
-        tensors, used = {}, set()
+        tensors: dict[str, TensorInfo] = {}
+        used = {translate(name) for name in family.unread(config)}
         for name in sorted(names):
             stored = translate(name)
             info = self.file.tensors.get(stored or "")

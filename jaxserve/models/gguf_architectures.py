@@ -87,6 +87,7 @@ class Architecture:
       eps: field of config.json for the number that norms add to the variance.
       has_layer_norms: whether the key of that number is that of layer norms.
       kinds_by_heads: whether layers without KV heads are of another kind than attention.
+      has_own_layers: whether `more` returns the fields that differ from layer to layer.
     """
 
     model_type: str
@@ -98,6 +99,7 @@ class Architecture:
     eps: str = "rms_norm_eps"
     has_layer_norms: bool = False
     kinds_by_heads: bool = False
+    has_own_layers: bool = False
 
     def original(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return a tensor's numbers as the model's own checkpoint has them."""
@@ -121,6 +123,8 @@ class Architecture:
             whole = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name)
             assert whole is not None, "any text matches"
             stem, suffix = whole[1], whole[2] or ""
+            if stem.endswith(".e_score_correction_bias"):
+                stem, suffix = stem.removesuffix("_bias"), ".bias"
             if stem.endswith(".dt_bias"):
                 stem, suffix = stem.replace("dt_bias", "dt_proj"), ".bias"
             if stem.endswith(".A_log"):
@@ -195,6 +199,66 @@ def _qwen3_5_moe(facts: Facts, common: Fields) -> Fields:
     return _qwen3_5(facts, common) | _experts(facts) | own
 
 
+def _qwen3_next(facts: Facts, common: Fields) -> Fields:
+    return _qwen3_5_moe(facts, common) | {"norm_topk_prob": True}
+
+
+def _glm4_moe(facts: Facts, common: Fields) -> Fields:
+    return {
+        "n_routed_experts": facts.value("expert_count"),
+        "num_experts_per_tok": facts.value("expert_used_count"),
+        "moe_intermediate_size": facts.value("expert_feed_forward_length"),
+        "n_shared_experts": facts.value("expert_shared_count", 0),
+        "first_k_dense_replace": facts.value("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.value("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(facts.value("expert_weights_norm", False)),
+        "n_group": facts.value("expert_group_count", 1),
+        "topk_group": facts.value("expert_group_used_count", 1),
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _llama4(facts: Facts, common: Fields) -> Fields:
+    num_experts = facts.value("expert_count", 0)
+    if not num_experts or facts.value("attention.sliding_window") == 0:
+        raise UnsupportedModelError(
+            f"{facts.where} is a Llama 4 without experts or without chunks of attention; load its "
+            "safetensors folder"
+        )
+    return {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": facts.value("expert_used_count"),
+        "intermediate_size": facts.value("expert_feed_forward_length"),
+        "intermediate_size_mlp": common["intermediate_size"],
+        "interleave_moe_layer_step": facts.value("interleave_moe_layer_step"),
+        # No key says so: llama.cpp knows Maverick, which has none, by its experts.
+        "use_qk_norm": num_experts != 128,
+    }
+
+
+def _falcon(facts: Facts, common: Fields) -> Fields:
+    has_two_norms = facts.has("blk.0.attn_norm_2.weight")
+    is_new = has_two_norms or common["num_key_value_heads"] > 1
+    return {
+        "num_kv_heads": common["num_key_value_heads"],
+        "ffn_hidden_size": common["intermediate_size"],
+        "new_decoder_architecture": is_new,
+        "num_ln_in_parallel_attn": 2 if has_two_norms else 1,
+    }
+
+
+def _queries_first(name: str, config: Mapping[str, Any]) -> Order:
+    """Return the order of rows of Falcon's projection: all queries, then all keys, all values."""
+    if not name.endswith(".query_key_value.weight"):
+        return None
+    heads, kv_heads = config["num_attention_heads"], config["num_kv_heads"]
+    width = config["head_dim"]
+    rows = np.arange((heads + 2 * kv_heads) * width)
+    parts = np.split(rows, (heads * width, (heads + kv_heads) * width))
+    by_head = [part.reshape(kv_heads, -1, width) for part in parts]
+    return 0, np.concatenate(by_head, axis=1).reshape(-1)
+
+
 def _tiled_heads(name: str, config: Mapping[str, Any]) -> Order:
     """Return the order of heads of values: stored by their place in a group, then by group."""
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -238,6 +302,42 @@ def _gemma3(facts: Facts, common: Fields) -> Fields:
         "rope_parameters": {
             "full_attention": {"rope_type": "default", **common["rope_parameters"]},
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _gemma4(facts: Facts, common: Fields) -> Fields:
+    windowed = [bool(each) for each in facts.value("attention.sliding_window_pattern")]
+    first, whole = windowed.index(True), windowed.index(False)
+    heads = np.broadcast_to(facts.value("attention.head_count_kv"), len(windowed)).tolist()
+    sizes = np.broadcast_to(facts.value("feed_forward_length"), len(windowed)).tolist()
+    if facts.value("expert_count", 0):
+        raise UnsupportedModelError(f"{facts.where} is a Gemma 4 with experts; load one without")
+    # Frequencies that are not rotated are divided by a huge number.
+    divisors = facts.factors["rope_freqs.weight"]
+    return _gemma(facts, common) | {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "num_key_value_heads": heads[first],
+        "num_global_key_value_heads": heads[whole],
+        "head_dim": facts.value("attention.key_length_swa"),
+        "global_head_dim": common["head_dim"],
+        "attention_k_eq_v": not facts.has(f"blk.{whole}.attn_v.weight"),
+        "attention_bias": False,
+        "num_kv_shared_layers": facts.value("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": facts.value("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": facts.shapes.get("per_layer_token_embd.weight", (0,))[0],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": facts.value("rope.freq_base"),
+                "partial_rotary_factor": float((divisors == 1).mean()),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": facts.value("rope.freq_base_swa", 10000.0),
+            },
         },
     }
 
@@ -325,6 +425,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             norm_shift=1.0,
             rotates_parts=True,
         ),
+        "qwen3next": Architecture(
+            model_type="qwen3_next", more=_qwen3_next, norm_shift=1.0, rotates_parts=True
+        ),
+        "glm4moe": Architecture(model_type="glm4_moe", more=_glm4_moe, rotates_parts=True),
+        "llama4": Architecture(model_type="llama4_text", more=_llama4),
+        "falcon": Architecture(
+            model_type="falcon",
+            more=_falcon,
+            order=_queries_first,
+            eps="layer_norm_epsilon",
+            has_layer_norms=True,
+        ),
         "gpt-oss": Architecture(
             model_type="gpt_oss",
             more=_gpt_oss,
@@ -349,6 +461,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "final_logit_softcapping": "final_logit_softcapping",
             },
             norm_shift=1.0,
+        ),
+        "gemma4": Architecture(
+            model_type="gemma4_text",
+            more=_gemma4,
+            keys={
+                "sliding_window": "attention.sliding_window",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            has_own_layers=True,
         ),
         "granite": Architecture(
             model_type="granite",
@@ -446,7 +567,8 @@ def config_of(facts: Facts) -> Fields:
     config["num_key_value_heads"] = facts.value("attention.head_count_kv", heads)
     if architecture.kinds_by_heads:
         config["num_key_value_heads"] = int(np.max(config["num_key_value_heads"]))
-    _check_uniform(facts, config)
+    if not architecture.has_own_layers:
+        _check_uniform(facts, config)
     config["head_dim"] = facts.value("attention.key_length", config["hidden_size"] // heads)
     config["attention_bias"] = facts.has("blk.0.attn_q.bias")
     config["mlp_bias"] = facts.has("blk.0.ffn_up.bias")
@@ -455,7 +577,7 @@ def config_of(facts: Facts) -> Fields:
             f"{facts.where}: values of {facts.value('attention.value_length')} a head and keys of "
             f"{config['head_dim']}; they must be of one size"
         )
-    config["rope_parameters"] = _rope(facts, config)
+    config["rope_parameters"] = {} if architecture.has_own_layers else _rope(facts, config)
     more = architecture.more(facts, config)
     if facts.value("expert_count", 0) and not any(name.endswith("experts") for name in more):
         raise UnsupportedModelError(
@@ -511,12 +633,13 @@ def _llama3_scaling(facts: Facts, config: Fields, theta: float) -> Fields:
     """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
     divisors = facts.factors["rope_freqs.weight"]
     plain = inverse_frequencies(config["head_dim"], theta, None)
+    high = 1.0 if facts.name == "llama4" else 4.0
     for original in (8192, config["max_position_embeddings"]):
         scaling = {
             "rope_type": "llama3",
             "factor": round(float(divisors.max()), 4),
             "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "high_freq_factor": high,
             "original_max_position_embeddings": original,
         }
         llama3 = RopeScaling.from_hf(scaling, original)
@@ -525,5 +648,5 @@ def _llama3_scaling(facts: Facts, config: Fields, theta: float) -> Fields:
             return scaling
     raise UnsupportedModelError(
         f"{facts.where}: its rope_freqs.weight is not Llama 3's frequency scaling; only that of "
-        "low_freq_factor 1 and high_freq_factor 4 is supported"
+        f"low_freq_factor 1 and high_freq_factor {high:.0f} is supported"
     )

@@ -137,10 +137,10 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> TokenizerPar
       CheckpointError: vocabulary, merges, scores or special tokens are missing or damaged.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModelError(
             f"{where} has a tokenizer of kind {kind!r}; byte-level BPE ('gpt2') and SentencePiece "
-            "BPE ('llama') are supported"
+            "BPE ('llama', 'gemma4') are supported"
         )
     tokens = _tokens(metadata, where)
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
@@ -149,7 +149,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> TokenizerPar
     if kind == "gpt2":
         backend, add_bos = _byte_level_bpe(metadata, tokens, where)
     else:
-        backend, add_bos = _sentencepiece_bpe(metadata, tokens, where), True
+        merges = _merges(metadata, where) if kind == "gemma4" else None
+        backend, add_bos = _sentencepiece_bpe(metadata, tokens, where, merges), True
     special = _special_ids(metadata, kind, len(tokens), where)
     ends = _end_ids(special, tokens, types)
     control = {i for i, t in enumerate(types) if t in (_UNKNOWN, _CONTROL)} | set(ends)
@@ -185,7 +186,11 @@ _SPECIAL_KEYS = {
     "pad": "padding",
 }
 # llama.cpp's defaults for flags that the file lacks.
-_DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unk": 0}}
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "gpt2": {"bos": 11, "eos": 11},
+    "llama": {"bos": 1, "eos": 2, "unk": 0},
+    "gemma4": {},
+}
 
 
 def _damaged(where: str, problem: str) -> CheckpointError:
@@ -214,17 +219,9 @@ def _byte_level_bpe(
             f"{where} needs the pre-tokenizer {name!r}; known are {sorted(_PRE_TOKENIZERS)}. "
             "A Hugging Face folder of the same model works without it"
         )
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise _damaged(where, "tokenizer.ggml.merges is missing")
-    # As llama.cpp: the first space that is not the first character.
-    pairs = [(merge[: merge.find(" ", 1)], merge[merge.find(" ", 1) + 1 :]) for merge in merges]
+    pairs = _merges(metadata, where)
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocabulary, pairs, ignore_merges=pre.ignore_merges)
-    except Exception as error:  # tokenizers raises a bare Exception
-        raise _damaged(where, f"merges and tokens disagree: {error}") from error
-    backend = Tokenizer(model)
+    backend = _bpe(where, vocabulary, pairs, ignore_merges=pre.ignore_merges)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -233,23 +230,44 @@ def _byte_level_bpe(
     return backend, pre.add_bos
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    """Return the merges that equal SentencePiece's rule: join the pair with the best result."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) < len(tokens):
-        raise _damaged(where, "tokenizer.ggml.scores is missing or too short")
+def _merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise _damaged(where, "tokenizer.ggml.merges is missing")
+    # As llama.cpp: the first space that is not the first character.
+    return [(merge[: merge.find(" ", 1)], merge[merge.find(" ", 1) + 1 :]) for merge in merges]
+
+
+def _bpe(
+    where: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **how: Any
+) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocabulary, merges, **how))
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise _damaged(where, f"merges and tokens disagree: {error}") from error
+
+
+def _sentencepiece_bpe(
+    metadata: Mapping[str, Any],
+    tokens: list[str],
+    where: str,
+    merges: list[tuple[str, str]] | None,  # None for those that equal SentencePiece's rule
+) -> Tokenizer:
+    """Return the tokenizer; SentencePiece's rule is to join the pair with the best result."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    best_first = np.argsort(-np.asarray(scores[: len(tokens)], np.float64), kind="stable")
-    merges = [
-        (token[:cut], token[cut:])
-        for token in (tokens[i] for i in best_first)
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
+    if merges is None:
+        scores = metadata.get("tokenizer.ggml.scores")
+        if scores is None or len(scores) < len(tokens):
+            raise _damaged(where, "tokenizer.ggml.scores is missing or too short")
+        best_first = np.argsort(-np.asarray(scores[: len(tokens)], np.float64), kind="stable")
+        merges = [
+            (token[:cut], token[cut:])
+            for token in (tokens[i] for i in best_first)
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        ]
     unknown = tokens[int(metadata.get("tokenizer.ggml.unknown_token_id", 0)) % len(tokens)]
-    backend = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    backend = _bpe(where, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])

@@ -40,6 +40,15 @@ SIZES = dict(
 PHI3 = SIZES | dict(pad_token_id=None)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 
+FALCON = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    ffn_hidden_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    initializer_range=0.3,
+)
+
 ROTATE_NEIGHBOURS = ("llama", "granite", "smollm3")
 QWEN3_5 = SIZES | dict(
     num_hidden_layers=3,
@@ -80,6 +89,50 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         | dict(shared_expert_intermediate_size=24),
         False,
     ),
+    "qwen3next": (
+        "qwen3next",
+        "Qwen3NextConfig",
+        QWEN3_5 | EXPERTS | dict(shared_expert_intermediate_size=24, norm_topk_prob=True),
+        False,
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "Glm4MoeConfig",
+        dict(
+            {**SIZES, "num_hidden_layers": 3},
+            head_dim=16,
+            attention_bias=True,
+            use_qk_norm=True,
+            moe_intermediate_size=20,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            n_routed_experts=6,
+            routed_scaling_factor=1.7,
+            n_group=3,
+            topk_group=2,
+        ),
+        False,
+    ),
+    "llama4": (
+        "llama4",
+        "Llama4TextConfig",
+        dict(
+            {**SIZES, "num_hidden_layers": 5},
+            intermediate_size_mlp=60,
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            interleave_moe_layer_step=2,
+        ),
+        False,
+    ),
+    "falcon": ("falcon", "FalconConfig", dict(FALCON, multi_query=True), False),
+    "falcon_40b": (
+        "falcon",
+        "FalconConfig",
+        dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
+        False,
+    ),
     "gpt-oss": (
         "gpt-oss",
         "GptOssConfig",
@@ -117,6 +170,31 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
             rope_parameters=dict(
                 full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                 sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        False,
+    ),
+    "gemma4": (
+        "gemma4",
+        "Gemma4TextConfig",
+        dict(
+            {**SIZES, "num_hidden_layers": 7},
+            layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
+            sliding_window=7,
+            head_dim=12,
+            global_head_dim=20,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=14,
+            final_logit_softcapping=3.0,
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+                full_attention=dict(
+                    rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.6
+                ),
             ),
         ),
         False,
@@ -212,6 +290,8 @@ def _write(
     quantisation: gguf.GGMLQuantizationType | None = None,
 ) -> None:
     config: Any = model.config
+    if arch == "gemma4":  # its layers differ
+        config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, arch)
     for key, field in KEYS.items():
         value = getattr(config, field, None)
@@ -220,7 +300,10 @@ def _write(
         if value is not None and not (key == "attention.sliding_window" and arch == "qwen2"):
             kind = gguf.GGUFValueType.get_type(value)
             writer.add_key_value(f"{arch}.{key}", value, kind)
-    names = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
+    for key, value in _own_keys(arch, config).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(f"{arch}.{key}", value, kind)
+    names = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
     eps = next(getattr(config, name) for name in names if hasattr(config, name))
     if ARCHITECTURES[arch].has_layer_norms:
         writer.add_layer_norm_eps(eps)
@@ -229,7 +312,7 @@ def _write(
     for field in ("logits_scaling", "logit_scale"):
         if hasattr(config, field):
             writer.add_logit_scale(getattr(config, field))
-    if arch.startswith("qwen35"):
+    if arch.startswith(("qwen35", "qwen3next")):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -237,6 +320,7 @@ def _write(
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         interval = config.layer_types.index("full_attention") + 1
         writer.add_key_value(f"{arch}.full_attention_interval", interval, gguf.GGUFValueType.UINT32)
+    if arch.startswith("qwen35"):
         # A layer that predicts further tokens, which is not read.
         writer.add_block_count(config.num_hidden_layers + 1)
         writer.add_nextn_predict_layers(1)
@@ -247,10 +331,17 @@ def _write(
         heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in kinds]
         writer.add_head_count_kv(heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if arch == "gemma4":
+        head_dim = config.per_layer_config[1].head_dim
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
+    if rope["rope_type"] == "proportional":
+        rotated = int(head_dim * rope["partial_rotary_factor"] / 2)
+        divisors = np.array([1.0] * rotated + [1e30] * (head_dim // 2 - rotated), np.float32)
+        writer.add_tensor("rope_freqs.weight", divisors)
+        rope = {**rope, "partial_rotary_factor": 1.0}
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
@@ -281,27 +372,75 @@ def _write(
     writer.close()
 
 
+def _own_keys(arch: str, config: Any) -> dict[str, Any]:
+    """Return the keys that the converter of an architecture writes in addition or instead."""
+    if arch == "glm4moe":
+        return {
+            "expert_count": config.n_routed_experts,
+            "expert_shared_count": config.n_shared_experts,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+    if arch == "llama4":
+        return {
+            "feed_forward_length": config.intermediate_size_mlp,
+            "expert_feed_forward_length": config.intermediate_size,
+            "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        }
+    if arch == "falcon":
+        is_new = config.new_decoder_architecture
+        return {
+            "feed_forward_length": 4 * config.hidden_size,
+            "attention.head_count_kv": config.num_kv_heads if is_new else 1,
+        }
+    if arch == "gemma4":
+        shared, num = config.num_kv_shared_layers, config.num_hidden_layers
+        layers = list(config.per_layer_config)
+        return {
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+            "attention.sliding_window_pattern": [
+                kind == "sliding_attention" for kind in config.layer_types
+            ],
+            "attention.key_length_swa": config.head_dim,
+            "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+            "feed_forward_length": [
+                config.intermediate_size * (1 + (i >= num - shared)) for i in range(num)
+            ],
+            "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        }
+    return {}
+
+
 def _converted(arch: str, model: transformers.PreTrainedModel):
     config: Any = model.config
     kind = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
     table = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    heads = {
+        "q": config.num_attention_heads,
+        "k": getattr(config, "num_key_value_heads", config.num_attention_heads),
+    }
     for name, parameter in model.state_dict().items():
         tensor = parameter.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch == "gpt-oss" and ".experts." in name:
             parts = dict(_gpt_oss_experts(name, tensor))
-        elif name.endswith("self_attn.sinks"):
+        elif name.endswith(("self_attn.sinks", "layer_scalar")):
             parts = {f"{name}.weight": tensor}
-        elif name.endswith(
-            "experts.gate_up_proj"
-        ):  # transformers 5 has one tensor of both in memory
-            stem = name.removesuffix("gate_up_proj")
-            names = [f"{stem}gate_proj.weight", f"{stem}up_proj.weight"]
-            parts = dict(zip(names, np.split(tensor, 2, axis=1), strict=True))
-        elif name.endswith("experts.down_proj"):
-            parts = {f"{name}.weight": tensor}
+        elif arch == "llama4" and ".experts." in name:  # inputs first
+            parts = dict(_inputs_last(name, tensor.swapaxes(1, 2)))
+        elif name.endswith("e_score_correction_bias"):
+            parts = {name.replace("_bias", ".bias"): tensor}
+        elif name.endswith("query_key_value.weight"):
+            parts = {name: _queries_first(tensor, config)}
+        elif name.endswith("in_proj_qkvz.weight"):
+            parts = _without_heads(name, tensor, config)
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts = dict(_inputs_last(name, tensor))
         else:
             parts = {name: tensor}
         for own, part in parts.items():
@@ -309,21 +448,56 @@ def _converted(arch: str, model: transformers.PreTrainedModel):
             if arch in ROTATE_NEIGHBOURS and found is not None:
                 part = permuted(part, heads[found[1]])
             if ".linear_attn." in own:
-                own, part = _delta_rule(own, part, config)
+                own, part = _delta_rule(own, part, config, is_tiled=arch != "qwen3next")
             elif ARCHITECTURES[arch].norm_shift and own.endswith("norm.weight"):
                 part = part + np.float32(1)
             stem, _, suffix = own.rpartition(".")
             stored = table.get_name(stem)
             assert stored is not None, own
-            yield f"{stored}.{suffix}".rstrip("."), part.squeeze()
+            yield f"{stored}.{suffix}".rstrip("."), np.atleast_1d(part.squeeze())
 
 
-def _delta_rule(name: str, tensor: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
-    """Heads of values go by their place in a group first; -exp(A) is stored."""
+def _inputs_last(name: str, tensor: np.ndarray):
+    """Gates and ups, which transformers 5 has in one tensor in memory, become two."""
+    stem, _, which = name.rpartition(".")
+    if which == "down_proj":
+        yield f"{name}.weight", tensor
+    else:
+        gate, up = np.split(tensor, 2, axis=1)
+        yield f"{stem}.gate_proj.weight", gate
+        yield f"{stem}.up_proj.weight", up
+
+
+def _queries_first(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Rows of each KV head's queries, key and value become all queries, all keys, all values."""
+    kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    width = config.hidden_size // config.num_attention_heads
+    by_head = tensor.reshape(kv_heads, -1, width, tensor.shape[1])
+    parts = by_head[:, :-2], by_head[:, -2:-1], by_head[:, -1:]
+    return np.concatenate([part.reshape(-1, tensor.shape[1]) for part in parts])
+
+
+def _without_heads(name: str, tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Rows of each key head's query, key, values and gates become two tensors, sorted by kind."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    by_head = tensor.reshape(keys, -1, tensor.shape[1])
+    parts = np.split(by_head, np.cumsum((size, size, values)), axis=1)
+    q, k, v, z = (part.reshape(-1, tensor.shape[1]) for part in parts)
+    stem = name.removesuffix("qkvz.weight")
+    return {f"{stem}qkv.weight": np.concatenate([q, k, v]), f"{stem}z.weight": z}
+
+
+def _delta_rule(
+    name: str, tensor: np.ndarray, config: Any, *, is_tiled: bool
+) -> tuple[str, np.ndarray]:
+    """Heads of values go by their place in a group first if `is_tiled`; -exp(A) is stored."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     first = 2 * keys * config.linear_key_head_dim
 
     def tiled(x: np.ndarray) -> np.ndarray:  # heads on the first axis
+        if not is_tiled:
+            return x
         return x.reshape(keys, values // keys, -1).swapaxes(0, 1).reshape(x.shape)
 
     end = name.rpartition("linear_attn.")[2]

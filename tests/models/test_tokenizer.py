@@ -63,6 +63,32 @@ def _sentencepiece(**metadata) -> dict:
     }
 
 
+def test_gemma4_has_the_merges_of_its_file():
+    """The vocabulary is SentencePiece's; the file has its merges, and bytes for the rest."""
+    merges = ["l o", "h e", "▁ he", "lo lo"]
+    gemma = _sentencepiece(
+        **{
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.add_space_prefix": False,
+            "tokenizer.ggml.add_bos_token": False,
+        }
+    )
+    tokens = gemma["tokenizer.ggml.tokens"]
+    tokens[-6:-4], tokens[-2] = ["he", "▁he"], "lolo"
+    tokenizer = _tokenizer(gemma)
+    ids = tokenizer.encode("hello helolo\n")
+    pieces = ["he", "l", "lo", "▁he", "lolo", "<0x0A>"]
+    assert [tokens[i] for i in ids] == pieces
+    assert tokenizer.decode(ids) == "hello helolo\n"
+    for damaged, problem in ((None, "merges is missing"), (["l x"], "disagree")):
+        gemma["tokenizer.ggml.merges"] = damaged
+        with pytest.raises(CheckpointError, match=problem):
+            _tokenizer(gemma)
+
+
 def _tokenizer(metadata: dict) -> Tokenizer:
     read = read_gguf_tokenizer(metadata, "test.gguf")
     return Tokenizer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 import numpy as np
@@ -99,8 +99,9 @@ class Qwen3NextConfig(DecoderConfig):
     norm_offset: float = 1.0
     qk_norm: bool = True
     attention_gate: bool = True
-    # Whether a checkpoint has the projections of a mixer in two tensors, sorted by head of keys.
-    is_sorted_by_head: bool = False
+    # Whether a checkpoint has all projections of a mixer, and its rates, sorted by head of keys.
+    sorts_projections: bool = False
+    sorts_rates: bool = False
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -118,7 +119,8 @@ class Qwen3NextConfig(DecoderConfig):
             qkv_bias=bias,
             o_bias=bias,
             layer_kinds=_layer_kinds(kinds, given["full_attention_interval"], fields["num_layers"]),
-            is_sorted_by_head=kind == "qwen3_next",
+            sorts_projections=kind == "qwen3_next",
+            sorts_rates=kind == "qwen3_next",
             experts=_experts(given),
             mlp_kinds=() if kind == "qwen3_5_text" else sparse_layers(given),
             recurrence=DeltaRuleSizes(
@@ -129,6 +131,12 @@ class Qwen3NextConfig(DecoderConfig):
                 kernel_size=given["linear_conv_kernel_dim"],
             ),
         )
+
+    def fitted_to(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        found = super().fitted_to(shapes)
+        if any(name.endswith(".in_proj_qkv.weight") for name in shapes):  # GGUF files of Qwen3-Next
+            found = replace(found, sorts_projections=False)
+        return found
 
 
 def _experts(given: Mapping[str, Any]) -> ExpertsConfig | None:
@@ -215,7 +223,7 @@ def _projections(config: Qwen3NextConfig, mixer: str) -> dict[str, Weight]:
     """Return the weights of a mixer's input projections."""
     sizes = config.recurrence
     assert isinstance(sizes, DeltaRuleSizes)
-    if config.is_sorted_by_head:
+    if config.sorts_projections:
         # A head of keys: its query, its key, its values, their gates.
         heads, own = sizes.num_key_heads, sizes.group * sizes.value_dim
         widths = (sizes.key_dim, sizes.key_dim, own, own)
@@ -224,17 +232,18 @@ def _projections(config: Qwen3NextConfig, mixer: str) -> dict[str, Weight]:
         )
         order = np.concatenate([place.reshape(-1) for place in places])
         project = (Tensor(mixer + "in_proj_qkvz.weight", "w e", order={"w": order}),)
-        rates = (Tensor(mixer + "in_proj_ba.weight", "(k u g) e"),)
     else:
         end = sizes.channels + sizes.inner
         project = (
             Tensor(mixer + "in_proj_qkv.weight", "w e", w=slice(0, sizes.channels)),
             Tensor(mixer + "in_proj_z.weight", "w e", w=slice(sizes.channels, end)),
         )
-        rates = (
-            Tensor(mixer + "in_proj_b.weight", "(k g) e", u=0),
-            Tensor(mixer + "in_proj_a.weight", "(k g) e", u=1),
-        )
+    rates = (
+        Tensor(mixer + "in_proj_b.weight", "(k g) e", u=0),
+        Tensor(mixer + "in_proj_a.weight", "(k g) e", u=1),
+    )
+    if config.sorts_rates:
+        rates = (Tensor(mixer + "in_proj_ba.weight", "(k u g) e"),)
     return {
         "blocks.mixer.project": Weight("e w", project),
         "blocks.mixer.rates": Weight("e u k g", rates),
