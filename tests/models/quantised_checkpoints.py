@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,11 @@ _POSITIVE = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 E2M1 = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
 
 
-def in_e2m1(matrix: Drawn, *, is_nvfp4: bool) -> DrawnE2M1:
-    """Return a matrix with random codes, and scales of about the given one's."""
+def in_e2m1(matrix: Drawn, *, is_nvfp4: bool, has_power: bool = False) -> DrawnE2M1:
+    """Return a matrix with random codes, and scales of about the given one's.
+
+    With `has_power` the divisor is a power of two, whose inverse is exact.
+    """
     scales = np.abs(matrix.scales.astype(np.float32))
     if not is_nvfp4:
         return DrawnE2M1(
@@ -203,6 +206,8 @@ def in_e2m1(matrix: Drawn, *, is_nvfp4: bool) -> DrawnE2M1:
             divisor=None,
         )
     divisor = np.array([448 / scales.max()], np.float32)
+    if has_power:
+        divisor = 2 ** np.floor(np.log2(divisor))
     return DrawnE2M1(
         codes=matrix.codes,
         scales=(scales * divisor).astype(ml_dtypes.float8_e4m3fn),
@@ -217,6 +222,31 @@ def float4(module: str, m: DrawnE2M1) -> Arrays:
         f"{module}.weight_scale": m.scales,
     }
     return tensors if m.divisor is None else tensors | {f"{module}.weight_global_scale": m.divisor}
+
+
+def modelopt(module: str, m: DrawnE2M1) -> Arrays:
+    """Return a module's tensors as ModelOpt writes NVFP4."""
+    assert m.divisor is not None
+    return {
+        f"{module}.weight": (m.codes[:, ::2] | m.codes[:, 1::2] << 4).astype(np.uint8),
+        f"{module}.weight_scale": m.scales,
+        f"{module}.weight_scale_2": (1 / m.divisor).astype(np.float32).reshape(()),
+        f"{module}.input_scale": np.array(0.5, np.float32),
+    }
+
+
+def eight_bits(module: str, m: Drawn) -> Arrays:
+    """Return a module's tensors as bitsandbytes 0.50.2 writes LLM.int8()."""
+    return {
+        f"{module}.weight": (m.codes.astype(np.int16) - 128).astype(np.int8),
+        f"{module}.SCB": (m.scales[:, 0] * 127).astype(np.float32),
+        f"{module}.weight_format": np.array(0, np.uint8),
+    }
+
+
+def with_short_scales(matrix: Drawn) -> Drawn:
+    """Return a matrix with scales of few bits, whose products with 127 are exact."""
+    return replace(matrix, scales=np.ceil(matrix.scales * 4096).astype(np.float32) / 4096)
 
 
 @dataclass(frozen=True, kw_only=True)

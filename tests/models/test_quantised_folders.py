@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_of
+from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in, method_of
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.store import load_model
 from sharding import StagePlan, make_mesh
@@ -27,6 +27,7 @@ from tests.models.quantised_checkpoints import (
     awq,
     bitsandbytes,
     compressed,
+    eight_bits,
     float4,
     float8,
     gptq,
@@ -34,8 +35,10 @@ from tests.models.quantised_checkpoints import (
     in_e2m1,
     in_table,
     int_quantized,
+    modelopt,
     pack_quantized,
     save,
+    with_short_scales,
     write_folder,
     write_folders,
 )
@@ -107,6 +110,21 @@ FORMATS = {
         compressed("mxfp4-pack-quantized", 4, 32, type="float"),
         float4,
         dict(bits=4, group=32, change=partial(in_e2m1, is_nvfp4=False)),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        modelopt,
+        dict(bits=4, group=16, change=partial(in_e2m1, is_nvfp4=True, has_power=True)),
+    ),
+    "modelopt, float8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        float8,
+        dict(bits=4, group=32, change=partial(in_blocks, block=(-1, -1))),
+    ),
+    "bitsandbytes, 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        eight_bits,
+        dict(bits=8, group=-1, is_symmetric=True, scale_dtype=F32, change=with_short_scales),
     ),
     "float8, blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32]},
@@ -426,7 +444,8 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "four bits stored as uint8"),
+        ({"quant_method": "bitsandbytes"}, "four bits stored as uint8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
         (
             {
                 "quant_method": "bitsandbytes",
@@ -569,6 +588,38 @@ def test_zero_points_of_symmetric_weights_are_the_middle(tmp_path, stored, versi
     numbers = np.stack([octets & 15, octets >> 4], -1).reshape(16, 32).astype("f")
     zero = 8 if is_symmetric else stored + (version == "gptq")
     np.testing.assert_array_equal(_source(tmp_path).read(f"{module}.weight"), numbers - zero)
+
+
+def test_modelopt_describes_its_weights_in_a_file_of_its_own(tmp_path):
+    """Its first versions wrote hf_quant_config.json alone, with their own version in it."""
+    folder, _, numbers = _folders(tmp_path, "modelopt")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"producer": {"name": "modelopt"}, "quantization": config.pop("quantization_config")}
+    del own["quantization"]["quant_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    method = method_in(folder, config)
+    assert method is not None
+    source = QuantisedFolder(SafetensorsSource(folder), method)
+    for name, wanted in numbers.items():
+        np.testing.assert_array_equal(source.read(name), wanted)
+
+
+@pytest.mark.parametrize("change", ["weight_format", "SCB", "weight"])
+def test_damaged_folders_of_eight_bits_are_refused(tmp_path, change):
+    """Rows in another order, scales of another length, and numbers of another type."""
+    folder, _, _ = _folders(tmp_path, "bitsandbytes, 8 bits")
+    name = f"model.layers.0.mlp.up_proj.{change}"
+    tensors = load_file(folder / "model.safetensors")
+    changed = {
+        "weight_format": lambda x: np.ones_like(x),
+        "SCB": lambda x: x[1:],
+        "weight": lambda x: x.view(np.uint8),
+    }
+    tensors[name] = changed[change](tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="layers.0.mlp.up_proj"):
+        _source(folder)
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])

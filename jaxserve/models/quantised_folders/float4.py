@@ -8,6 +8,9 @@ compressed-tensors 0.20.1: a module has `weight_packed` uint8 [out, in / 2] and 
 [out, groups]: of "mxfp4-pack-quantized" such exponents for groups of 32, of "nvfp4-pack-quantized"
 float8 for groups of 16, which are divided by `weight_global_scale` float32 [1].
 
+NVIDIA's ModelOpt (`quant_method` "modelopt", "NVFP4"): the same with `weight` for the packed
+numbers, and scales that are multiplied by `weight_scale_2` float32, of all.
+
 Twice an e2m1 number is a whole one of at most 12, so codes of eight bits hold all numbers exactly.
 """
 
@@ -20,7 +23,8 @@ from typing import Any, Self, final
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from jaxserve.models.quantised_folders.float8 import SPARE
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.quantised_folders.float8 import SPARE, Float8
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, reader
 from jaxserve.models.weights import WeightSource
 
@@ -72,18 +76,45 @@ def _matrix(source: WeightSource, name: str, shape: tuple[int, ...]) -> Matrix:
     )
 
 
-def packed_matrix(source: WeightSource, found: Found, module: str, group: int) -> Matrix | None:
-    """Return a module's weight of compressed-tensors; None after adding its problem to `found`.
+@final
+@dataclass(frozen=True)
+class ModelOpt:
+    """The `Method` of ModelOpt's folders in four bits."""
 
-    Groups of 16 are those of NVFP4.
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ModelOpt | Float8:
+        """Read `quantization_config`; its float8 weights are like those of others."""
+        algorithm = given.get("quant_algo")
+        if algorithm not in ("NVFP4", "FP8"):
+            raise UnsupportedModelError(
+                f"quantization_config of 'modelopt' has quant_algo={algorithm!r}; 'NVFP4' and "
+                "'FP8' are read. Use a folder in 16 bits with quantize='int4' or 'int8'"
+            )
+        return cls() if algorithm == "NVFP4" else Float8(block=None)
+
+    def matrices(self, source: WeightSource, found: Found) -> None:
+        found.add_modules(
+            "weight_scale_2",
+            lambda module: packed_matrix(source, found, module, _NVFP4_GROUP, is_modelopt=True),
+        )
+
+
+def packed_matrix(
+    source: WeightSource, found: Found, module: str, group: int, *, is_modelopt: bool = False
+) -> Matrix | None:
+    """Return a module's weight of compressed-tensors, or of ModelOpt.
+
+    Groups of 16 are those of NVFP4. None after adding its problem to `found`.
     """
-    stored = found.sizes(module, "weight_packed")
+    packed = "weight" if is_modelopt else "weight_packed"
+    whole = "weight_scale_2" if is_modelopt else "weight_global_scale"
+    stored = found.sizes(module, packed)
     if stored is None:
         return None
     num_outputs, num_inputs = stored[0], 2 * stored[1]
     wanted: dict[str, tuple[int, ...]] = {"weight_scale": (num_outputs, num_inputs // group)}
     if group == _NVFP4_GROUP:
-        wanted["weight_global_scale"] = (1,)
+        wanted[whole] = () if found.shapes.get(f"{module}.{whole}") == () else (1,)
     if found.uneven_groups(module, num_inputs, group, 8) or found.wrong_shapes(module, wanted):
         return None
     read = reader(source, module)
@@ -92,14 +123,15 @@ def packed_matrix(source: WeightSource, found: Found, module: str, group: int) -
     def scales() -> Float32[np.ndarray, "out groups"]:
         if group != _NVFP4_GROUP:
             return _halves_of_powers(read("weight_scale"))
-        return read("weight_scale").astype(np.float32) / (2 * read("weight_global_scale"))
+        scales = read("weight_scale").astype(np.float32)
+        return scales * (read(whole) / 2) if is_modelopt else scales / (2 * read(whole))
 
     return Matrix(
         shape=(num_outputs, num_inputs),
         bits=8,
         group=group,
-        tensors=(f"{module}.weight_packed", *(f"{module}.{last}" for last in wanted), *spare),
-        codes=lambda: _PAIRS[read("weight_packed")].reshape(num_outputs, num_inputs),
+        tensors=(f"{module}.{packed}", *(f"{module}.{last}" for last in wanted), *spare),
+        codes=lambda: _PAIRS[read(packed)].reshape(num_outputs, num_inputs),
         scales=scales,
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.quantised_folders.bitsandbytes import BitsAndBytes
 from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
-from jaxserve.models.quantised_folders.float4 import MXFP4
+from jaxserve.models.quantised_folders.float4 import MXFP4, ModelOpt
 from jaxserve.models.quantised_folders.float8 import Float8
 from jaxserve.models.quantised_folders.gptq import AWQ, GPTQ
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
@@ -116,12 +116,17 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
         "compressed-tensors": CompressedTensors.of,
         "fp8": Float8.of,
         "mxfp4": MXFP4.of,
+        "modelopt": ModelOpt.of,
         "bitsandbytes": BitsAndBytes.of,
     }
 )
 
-# Files in which AutoGPTQ and AutoAWQ described weights outside config.json, with their formats.
-_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Files in which writers described weights outside config.json, with their formats.
+_OWN_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 
 def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
@@ -130,6 +135,7 @@ def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
         if not config.get("quantization_config") and (folder / name).is_file():
             try:
                 given = json.loads((folder / name).read_text(encoding="utf-8"))
+                given = given.get("quantization", given)  # ModelOpt names its version beside it
                 return method_of({"quantization_config": {"quant_method": method, **given}})
             except (OSError, ValueError, TypeError) as error:
                 raise CheckpointError(
@@ -149,7 +155,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
             f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
             "(4 bits, version 'gemm'), 'compressed-tensors' ('pack-quantized', 'int-quantized' and "
             "'float-quantized', 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized'), 'fp8' (e4m3), "
-            "'mxfp4' (gpt-oss) and 'bitsandbytes' (4 bits). Use a checkpoint in one of "
-            "these, or one in 16 bits with quantize='int4' or 'int8'"
+            "'mxfp4' (gpt-oss), 'modelopt' ('NVFP4' and 'FP8') and 'bitsandbytes'. Use a "
+            "checkpoint in one of these, or one in 16 bits with quantize='int4' or 'int8'"
         )
     return METHODS[name](given)
