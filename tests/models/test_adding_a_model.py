@@ -38,9 +38,9 @@ def sources(tmp_path_factory) -> Path:
     family, checkpoints = _blocks()
     (folder / family).write_text(_blocks()[family])
     text = (folder / checkpoints).read_text()
-    assert text.count("_OTHERS = {\n") == 1
+    assert text.count("VARIANTS = {\n") == 1
     entry = _blocks()[checkpoints]
-    (folder / checkpoints).write_text(text.replace("_OTHERS = {\n", "_OTHERS = {\n" + entry))
+    (folder / checkpoints).write_text(text.replace("VARIANTS = {\n", "VARIANTS = {\n" + entry))
     return folder
 
 
