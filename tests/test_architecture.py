@@ -85,12 +85,14 @@ MAY_REACH = {
     "jaxserve/steps/executable_store.py _lowering": "kept_var_idx is nowhere public",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
     "jaxserve/cli/serve.py _exit": "os._exit, too",
+    "jaxserve/cli/options.py _exit": "os._exit, too",
 }
 _RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {
     "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
+    "tests/runtime/test_waiting.py _exit": "os._exit, which ends a forked child",
 }
 # "path name" -> reason why a test may replace this name.
 TESTS_MAY_PATCH = {
@@ -109,6 +111,8 @@ TESTS_MAY_PATCH = {
 }
 # Class -> tests that write its attributes.
 TESTS_MAY_ASSIGN = {
+    # The test interrupts a training in its middle.
+    "LengthPredictor": {"tests/predictor/test_training.py"},
     # The test says what is in flight of sequences that no engine runs.
     "Sequence": {"tests/scheduling/test_waiting_pool.py"},
     # The test runs a step, which donates the buffers.
