@@ -113,8 +113,6 @@ def sampled(rt: Runtime, problems: Sequence[str], group: int, seed: int) -> tupl
     for i, (problem, completion) in enumerate(zip(problems, done, strict=True)):
         if completion.error is not None:
             raise completion.error
-        if any(sample.finish_reason == "cancelled" for sample in completion.samples):
-            raise KeyboardInterrupt  # `generate` returns what there is on Ctrl-C
         for j, sample in enumerate(completion.samples):
             logprobs = [token.logprob for token in sample.logprobs or ()]
             batch.put(i * group + j, problem, sample.token_ids, logprobs)

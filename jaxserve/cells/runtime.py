@@ -42,7 +42,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.pending import Pending, wait_for_all
+from jaxserve.engine.pending import Pending, cancelled_by_ctrl_c, wait_for_all
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.report import Report
 from pallas_kernels import dispatch
@@ -146,22 +146,19 @@ class CellRuntime:
         """Compute a batch of inputs, and return their completions in order.
 
         A request that fails is a `CellCompletion` with its `error`; other requests are not
-        affected. Ctrl-C cancels those that have not ended and returns.
+        affected.
 
         Args:
           progress: show a bar when it takes over two seconds; by default as the runtime.
 
         Raises:
+          GenerationInterrupted: Ctrl-C; those that had not ended were cancelled.
           RuntimeClosedError, EngineFailedError
         """
         pending = self._submit_all(inputs)
         show = self.progress if progress is None else progress
-        try:
+        with cancelled_by_ctrl_c(pending, wait=partial(_wait, progress=False)):
             _wait(pending, progress=show)
-        except KeyboardInterrupt:
-            for one in pending:
-                one.cancel()
-            _wait(pending, progress=False)
         return [one.result() for one in pending]
 
     async def agenerate(self, inputs: Iterable[Any]) -> list[CellCompletion]:

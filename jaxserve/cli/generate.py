@@ -16,7 +16,7 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.cli.options import ProcessOptions, SamplingOptions, ServiceOptions, flat
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import GenerationInterrupted, InvalidConfigError, InvalidRequestError
 from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -98,13 +98,17 @@ def generate(
             has_template = tokenizer is not None and tokenizer.chat_template is not None
             if has_template if chat is None else chat:
                 jobs = [as_chat(job, system) for job in jobs]
-            done = service.generate(
-                [job.prompt for job in jobs],
-                [job.params for job in jobs],
-                progress=not service_options.quiet,
-            )
+            is_interrupted = False
+            try:
+                done = service.generate(
+                    [job.prompt for job in jobs],
+                    [job.params for job in jobs],
+                    progress=not service_options.quiet,
+                )
+            except GenerationInterrupted as interrupted:
+                done, is_interrupted = interrupted.completions, True
             _write(jobs, done, sink, text_only=text)
-    code = _exit_code(done)
+    code = opt.EXIT_INTERRUPTED if is_interrupted else _exit_code(done)
     if code:
         raise typer.Exit(code)
 

@@ -402,3 +402,16 @@ class ReplicaDiedError(JaxserveError):
 
 class RuntimeClosedError(JaxserveError):
     """The runtime is closed, and its device memory is freed."""
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended a call that waited for answers. All of its requests have ended.
+
+    Attributes:
+      completions: those of all requests, in order; of requests that had not ended with the tokens
+        so far, and `finish_reason` "cancelled".
+    """
+
+    def __init__(self, completions: list[Any]):
+        super().__init__("interrupted; .completions has what was answered")
+        self.completions = completions

@@ -6,15 +6,16 @@ import asyncio
 import math
 import queue
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, final
 
 from tqdm import tqdm
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import GenerationInterrupted, InvalidConfigError
 from jaxserve.core.off_loop import in_thread
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
@@ -108,6 +109,24 @@ def wait_for_all(
             bar.update(len(pending) - num_waiting - bar.n)
 
 
+@contextmanager
+def cancelled_by_ctrl_c(
+    pending: Sequence[Pending[_C]], *, wait: Callable[[Sequence[Pending[_C]]], None]
+) -> Iterator[None]:
+    """Cancel the requests if Ctrl-C interrupts the block, and wait for their ends.
+
+    Raises:
+      GenerationInterrupted: with the completions, in place of KeyboardInterrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        for one in pending:
+            one.cancel()
+        wait(pending)
+        raise GenerationInterrupted([one.result() for one in pending]) from None
+
+
 # Function that submits a request and sends its pieces to the sink.
 Start = Callable[[PieceSink], Pending[Completion]]
 
@@ -143,18 +162,13 @@ class PromptBatch:
     ) -> Completion | list[Completion]:
         """Wait for the prompts' requests, and return their completions.
 
-        Ctrl-C cancels the requests and returns their completions with the tokens so far; if all
-        have ended, so that no completion tells, it raises KeyboardInterrupt. The error of a single
-        prompt is raised.
+        The error of a single prompt is raised.
+
+        Raises:
+          GenerationInterrupted: Ctrl-C; the requests were cancelled.
         """
-        try:
+        with cancelled_by_ctrl_c(pending, wait=partial(wait, progress=False)):
             wait(pending, progress=progress)
-        except KeyboardInterrupt:
-            for one in pending:
-                one.cancel()
-            wait(pending, progress=False)
-            if not any(_is_cancelled(one.result()) for one in pending):
-                raise
         return self._results(pending)
 
     async def await_(self, pending: Sequence[Pending[Completion]]) -> Completion | list[Completion]:
@@ -174,10 +188,6 @@ class PromptBatch:
         if done[0].error is not None:
             raise done[0].error
         return done[0]
-
-
-def _is_cancelled(completion: Completion) -> bool:
-    return any(sample.finish_reason == "cancelled" for sample in completion.samples)
 
 
 async def submitted(

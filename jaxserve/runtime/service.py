@@ -92,9 +92,6 @@ class Service(Protocol):
         In a batch, a request that fails is a `Completion` with its `error`; the other requests are
         not affected. The error of a single prompt is raised.
 
-        Ctrl-C returns the completions with the tokens so far: requests that had not ended have the
-        `finish_reason` "cancelled". If all had ended, Ctrl-C raises KeyboardInterrupt.
-
         Args:
           params: parameters for all prompts, or one for each; greedy and 256 tokens by default.
           progress: show a bar when it takes over two seconds; `options.progress` by default.
@@ -106,6 +103,8 @@ class Service(Protocol):
           InvalidRequestError: a single prompt cannot be served; one of its subclasses.
           InvalidConfigError: the numbers of parameters and of prompts differ.
           QueueFullError: more requests than `max_waiting` would wait.
+          GenerationInterrupted: Ctrl-C, a KeyboardInterrupt; the requests were cancelled, and its
+            `completions` have the tokens so far.
         """
         ...
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve import Completion, Runtime, SamplingParams
+from jaxserve.core.errors import GenerationInterrupted
 from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 
@@ -33,21 +34,21 @@ def ctrl_c() -> Iterator[threading.Timer]:
 
 
 @pytest.mark.parametrize("has_ended", [False, True], ids=["cancelled", "ended"])
-def test_ctrl_c_is_never_lost(completion, has_ended, ctrl_c):
-    """A cancelled answer tells of it; if all answers have ended meanwhile, it goes on."""
+def test_ctrl_c_raises_with_the_answers(completion, has_ended, ctrl_c):
+    """A training loop never takes a cut answer for a whole one; what was answered is there."""
     (sample,) = completion.samples
     cut = replace(completion, samples=(replace(sample, finish_reason="cancelled"),))
+    answer = completion if has_ended else cut
     future: Future[Completion] = Future()
 
     def cancel(_: str) -> None:
-        future.set_result(completion if has_ended else cut)
+        future.set_result(answer)
 
     batch = PromptBatch.of([[1, 2]], None)
     waiting = [Pending("a", future, cancel)]
     ctrl_c.start()
-    if has_ended:
-        with pytest.raises(KeyboardInterrupt):
-            batch.wait(waiting, progress=False)
-    else:
-        assert batch.wait(waiting, progress=False) == [cut]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        batch.wait(waiting, progress=False)
+    assert isinstance(raised.value, GenerationInterrupted)
+    assert raised.value.completions == [answer]
     ctrl_c.join()
