@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from jaxserve.core.errors import (
     JaxserveError,
     ProcessGroupError,
     QueueFullError,
+    RuntimeClosedError,
 )
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
@@ -47,6 +50,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
 
+_log = logging.getLogger(__name__)
 # The smallest pool, without a page that a sequence could use: the null page, and one more.
 _NO_PAGES = 2
 
@@ -143,6 +147,8 @@ class Replicas:
             Replica(executor, size, engine, EngineLoop(engine, clock, name="jaxserve-engine"))
             for (executor, size), engine in zip(executors, engines, strict=True)
         )
+        self._process_id = os.getpid()
+        self._notice: threading.Timer | None = None  # that the runtime is paused
         self.are_asleep = False
         self.have_weights = True
         self.placing = threading.Lock()
@@ -217,6 +223,7 @@ class Replicas:
           QueueFullError: more requests than `max_waiting` would wait; none is claimed.
         """
         self._check_is_open()
+        self._say_if_paused()
         with self._lock:
             self._refuse_open_ids(requests)
             self._refuse_if_full(len(requests))
@@ -302,6 +309,24 @@ class Replicas:
     def are_paused(self) -> bool:
         return self.first.loop.is_halted
 
+    def _say_if_paused(self) -> None:
+        """Log a warning, once a pause, if the runtime is paused now and for another second.
+
+        Another thread may be about to resume it; if none is, submitted requests wait forever.
+        """
+        if self.are_paused and self._notice is None:
+            self._notice = threading.Timer(1.0, self._say_that_it_is_paused)
+            self._notice.daemon = True
+            self._notice.start()
+
+    def _say_that_it_is_paused(self) -> None:
+        if self.are_paused:
+            _log.warning(
+                "requests wait: this runtime is %s, until %s is called",
+                "asleep" if self.are_asleep else "paused",
+                "rt.wake_up()" if self.are_asleep else "rt.resume()",
+            )
+
     def pause(self, running: Running) -> None:
         check_running(running)
         self.check_leads()
@@ -319,6 +344,9 @@ class Replicas:
 
     def _go_on(self) -> None:
         self.check_awake()
+        if self._notice is not None:
+            self._notice.cancel()
+            self._notice = None
         for replica in self.all:
             replica.loop.go_on()
 
@@ -457,6 +485,12 @@ class Replicas:
             replica.engine.close(is_whole=not replica.loop.has_failed)
 
     def _check_is_open(self) -> None:
+        if os.getpid() != self._process_id:
+            raise RuntimeClosedError(
+                "this runtime belongs to the process that made it, and a forked child has none of "
+                "its threads; create the runtime in the child, or start children with "
+                "multiprocessing's method 'spawn' and have this process answer"
+            )
         self.check_leads()
         for replica in self.all:
             replica.loop.check()
