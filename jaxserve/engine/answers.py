@@ -416,7 +416,7 @@ class Answer:
 
 
 @final
-class Answers:
+class OpenAnswers:
     """The open answers of an engine. Only the engine's thread uses it.
 
     `on_ended` is called with each request that began and has ended, before its future is resolved.

@@ -14,7 +14,7 @@ from typing import Any, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import HostMemoryError, JaxserveError, StepMemoryError
 from jaxserve.core.request import Completion, Request
-from jaxserve.engine.answers import Answer, Answers, Weights
+from jaxserve.engine.answers import Answer, OpenAnswers, Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.loop import EngineBase, Running
 from jaxserve.engine.recorder import EngineObserver, EngineStats, Recorder, RequestLog
@@ -107,7 +107,7 @@ class Engine(EngineBase[Answer]):
         self._logs = logs
         self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement, self.recorder.pace)
         self._constraints = Constraints(self.scheduler, grammars)
-        self._answers = Answers(self.scheduler, self.on_ended)
+        self._answers = OpenAnswers(self.scheduler, self.on_ended)
         self.weights = Weights()
         self._deferred = Deferred()
         self._clock = clock

@@ -82,7 +82,7 @@ class Intake:
         none is submitted.
         """
         self._replicas.check_may_wait()
-        refused: dict[int, Pending] = {}
+        refused: dict[int, Pending[Completion]] = {}
         requests = []
         with ExitStack() as if_refused:
             for index, (prompt, params) in enumerate(zip(batch.prompts, batch.params, strict=True)):
