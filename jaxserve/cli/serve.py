@@ -46,6 +46,14 @@ def serve(
             f"File of API keys, one a line. ${_KEY_VARIABLE} is another key.",
         ),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        _server(
+            "--allowed-origin",
+            "Site whose pages may use the server, e.g. https://chat.example.org, or *; may be "
+            "repeated.",
+        ),
+    ] = None,
     max_body: Annotated[
         str, _server("--max-body", "Largest body of a request, e.g. 16MiB.")
     ] = "16MiB",
@@ -142,6 +150,7 @@ def serve(
             host=host,
             port=port,
             api_keys=_api_keys(api_key_file),
+            allowed_origins=tuple(allowed_origin or ()),
             max_body_bytes=parse_bytes(max_body),
             max_prompt_tokens=max_prompt_tokens,
             max_samples=max_samples,

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -69,6 +70,8 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
         Middleware(AccessLog, options),
         *([] if traces is None else [_tracing(traces, options.model_name)]),
         *([Middleware(HostGuard, options.host)] if is_loopback(options.host) else []),
+        # Before the guard of keys, because browsers ask for leave without one.
+        *([_cross_origin(options.allowed_origins)] if options.allowed_origins else []),
         *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
         Middleware(BodyReader, options.max_body_bytes, options.body_timeout_s),
     ]
@@ -94,6 +97,16 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
     ):
         app.include_router(routes.router)
     return app
+
+
+def _cross_origin(origins: Sequence[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
 
 
 def _tracing(traces: TracerProvider, model: str) -> Middleware:

@@ -27,6 +27,8 @@ class ServerOptions:
       model_name: the name in `/v1/models` and in answers.
       host, port: address to listen on; port 0 takes a free one.
       api_keys: keys of which a client must send one (`Authorization: Bearer KEY`); empty for none.
+      allowed_origins: sites whose pages may use this server from a browser, such as
+        "https://chat.example.org", or "*" for all; empty for the server's own page alone.
       max_body_bytes: largest body of a request.
       max_prompt_tokens: longest prompt; None for the model's limit.
       max_samples: largest number of samples of a request, over all its prompts.
@@ -49,6 +51,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
     max_prompt_tokens: int | None = None
     max_samples: int = 128
@@ -75,6 +78,12 @@ class ServerOptions:
             raise InvalidConfigError(
                 f"metrics_prefix={self.metrics_prefix!r} is not allowed; pass letters, digits and _"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", origin):
+                raise InvalidConfigError(
+                    f"allowed_origins has {origin!r}; pass a scheme and a host without a path, "
+                    'such as "https://chat.example.org", or "*" for all sites'
+                )
         if not 0 <= self.port <= 65535:
             raise InvalidConfigError(
                 f"port={self.port} is not allowed; pass 0 to 65535, where 0 takes a free port"

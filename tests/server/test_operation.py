@@ -91,6 +91,26 @@ def test_ready_is_false_while_it_compiles():
         assert httpx2.get(url + "/health").json() == {"status": "ready"}
 
 
+def test_pages_of_allowed_sites(slow: Runtime):
+    """Their browsers get leave, without a key, to send one; other sites' browsers do not."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    with server(slow, api_keys=("key",), allowed_origins=("https://a.example",)) as url:
+        for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+            leave = httpx2.options(
+                f"{url}/v1/chat/completions", headers={"origin": origin, **asked}
+            )
+            assert (leave.status_code == 200) is allowed
+            given = httpx2.get(
+                f"{url}/v1/models", headers={"origin": origin, "authorization": "Bearer key"}
+            )
+            named = given.headers.get("access-control-allow-origin")
+            assert named == (origin if allowed else None)
+        assert (
+            httpx2.get(f"{url}/v1/models", headers={"origin": "https://a.example"}).status_code
+            == 401
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -101,6 +121,7 @@ def test_ready_is_false_while_it_compiles():
         ({"request_timeout_s": float("inf")}, "request_timeout_s=inf"),
         ({"api_keys": ("a b\n",)}, "API key"),
         ({"metrics_prefix": "a:b"}, "metrics_prefix"),
+        ({"allowed_origins": ("example.org/page",)}, "allowed_origins has 'example.org/page'"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str):
