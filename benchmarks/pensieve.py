@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import sweep
-from benchmarks.common.counters import average_batch, counters_of
+from benchmarks.common.counters import of_simulation
 from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
@@ -55,27 +55,13 @@ class Machine:
     num_gpus: int
     requests_per_s: float
 
-    def cost(self, *, efficiency: float, hides_copies: bool) -> RooflineCost:
-        """Return the costs of its steps."""
-        return RooflineCost(
-            model=self.model,
-            roofs=A100,
-            page_tokens=PAGE_TOKENS,
-            num_shards=self.num_gpus,
-            efficiency=efficiency,
-            hides_copies=hides_copies,
-        )
-
     def config(self, cost: RooflineCost) -> EngineConfig:
         """Return a runtime's configuration with the thesis's memory; pages return on admission."""
-        return EngineConfig(
-            page_size=PAGE_TOKENS,
-            num_pages=1 + int(self.num_gpus * KV_BYTES // cost.page_bytes),
-            num_host_pages=int(self.num_gpus * HOST_BYTES // cost.page_bytes),
+        return cost.config(
+            num_pages=self.num_gpus * KV_BYTES // cost.page_bytes,
+            num_host_pages=self.num_gpus * HOST_BYTES // cost.page_bytes,
             max_slots=256,
             max_context=MAX_CONTEXT,
-            max_step_tokens=2048,
-            max_decode_iterations=16,
         )
 
 
@@ -147,32 +133,25 @@ def played(options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar
             f"{options.seconds:g} s, and {panel.model} is to have {lowest:g} or more; give more "
             "--num-conversations or fewer --seconds"
         )
-    curves: dict[str, Curve] = {}
+    curves: dict[str, Figures] = {}
     for name in panel.policies:
 
         def at(rate: float, name: str = name) -> Figures:
             bar.set_postfix_str(f"{panel.figure}, {panel.model}, {name}, {rate:.2f}/s")
             begun = beginning(talks, rate / turns_each, panel.reaction_s, options.seconds)
-            return {"rate": rate, **Run(panel, name, begun, options).figures()}
+            return {"rate": rate, **figures(panel, name, begun, options)}
 
-        curves[name] = curve_of(at, lowest, highest, panel.bounds * options.bound)
-        last = curves[name].points[-1]
+        curve = curve_of(at, lowest, highest, panel.bounds * options.bound)
+        served = sweep.served_at(curve.points, options.bound)
+        curves[name] = {**asdict(curve), "requests_per_s_at_bound": served}
+        last = curve.points[-1]
         bar.write(
             f"{panel.figure}, {panel.model}, {name}: {last['requests_per_s']:.2f} requests/s at "
-            f"{sweep.p90(last):.3f} s a token, stopped by {curves[name].stopped_by}",
+            f"{sweep.p90(last):.3f} s a token, stopped by {curve.stopped_by}",
             file=sys.stderr,
         )
         bar.update()
-    return {
-        **{name: value for name, value in asdict(panel).items() if name != "policies"},
-        "policies": {
-            name: {
-                **asdict(curve),
-                "requests_per_s_at_bound": sweep.served_at(curve.points, options.bound),
-            }
-            for name, curve in curves.items()
-        },
-    }
+    return {**asdict(panel), "policies": curves}
 
 
 def curve_of(
@@ -203,44 +182,40 @@ def compare_with_stateless(sets: Sequence[Figures]) -> None:
             curve["of_stateless"] = own / other if own and other else None
 
 
-@final
-@dataclass(frozen=True)
-class Run:
-    """One policy at one rate."""
+def figures(
+    panel: Panel, policy: str, talks: Sequence[Talk], options: argparse.Namespace
+) -> Figures:
+    """Play a policy at one rate.
 
-    panel: Panel
-    policy: str
-    talks: Sequence[Talk]
-    options: argparse.Namespace
-
-    def figures(self) -> Figures:
-        """Return figures of requests that ended after the warm-up, and the engine's counters."""
-        machine = MACHINES[self.panel.model]
-        cost = cost_of(self.options, self.panel.model)
-        client = Talks(self.talks)
-        done = simulate(
-            client.items,
-            KNOWN[self.policy],
-            machine.config(cost),
-            cost,
-            follow_up=client.follow_up,
-            chunk_cost=cost.chunk_cost(MAX_CONTEXT),
-            swap_costs=cost.swap_costs(),
-            until_s=self.options.seconds,
-            progress=False,
-        )
-        warm_up_s = self.options.warm_up
-        counted = [each for each in done.completions if (each.timing.finished_s or 0) >= warm_up_s]
-        return {
-            **summarise(counted, self.options.seconds - warm_up_s),
-            "average_batch": average_batch(done.steps),
-            "engine": counters_of(done.stats),
-        }
+    Returns:
+      Figures of requests that ended after the warm-up, and the engine's counters.
+    """
+    cost, client = cost_of(options, panel.model), Talks(talks)
+    done = simulate(
+        client.items,
+        KNOWN[policy],
+        MACHINES[panel.model].config(cost),
+        cost,
+        follow_up=client.follow_up,
+        chunk_cost=cost.chunk_cost(MAX_CONTEXT),
+        swap_costs=cost.swap_costs(),
+        until_s=options.seconds,
+        progress=False,
+    )
+    warm_up_s = options.warm_up
+    counted = [each for each in done.completions if (each.timing.finished_s or 0) >= warm_up_s]
+    return {**summarise(counted, options.seconds - warm_up_s), **of_simulation(done)}
 
 
 def cost_of(options: argparse.Namespace, model: str) -> RooflineCost:
-    return MACHINES[model].cost(
-        efficiency=options.efficiency, hides_copies=not options.copies_before
+    """Return the costs of a model's steps."""
+    return RooflineCost(
+        model=MACHINES[model].model,
+        roofs=A100,
+        page_tokens=PAGE_TOKENS,
+        num_shards=MACHINES[model].num_gpus,
+        efficiency=options.efficiency,
+        hides_copies=not options.copies_before,
     )
 
 

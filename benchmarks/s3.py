@@ -20,12 +20,10 @@ from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from benchmarks.common.workloads import is_tested_on
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import Simulation, simulate
 from jaxserve.planning.schedules import DeviceRoofs
-from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
@@ -48,41 +46,20 @@ MODELS = {
 }
 GPT3 = ModelShape(num_params=175e9, num_layers=96, hidden_size=12288)
 NUM_GPUS = (6, 8, 10)
-# The policies of tables 2, 3 and 4, and their tokens a second, average batch and iterations.
-PAPER_POLICIES = ("orca", "s3", "s3_oracle")
+# Figures of tables 2, 3 and 4 for ORCA, S3 and the oracle.
+_FIGURES = ("output_tokens_per_s", "average_batch", "num_iterations")
+_NUMBERS = {
+    "GPT-J": ((2061.16, 2349.67, 2569.09), (69.94, 530.0, 564.88), (7988, 1054, 989)),
+    "LLAMA 13B": ((1018.15, 1641.55, 1907.09), (31.61, 274.66, 527.04), (17675, 2034, 1060)),
+    "GPT-NEOX": ((490.15, 1344.94, 1530.05), (16.89, 157.59, 292.19), (33069, 3545, 1912)),
+    "LLAMA 33B": ((91.46, 593.73, 834.30), (4.0, 42.47, 77.35), (139790, 13155, 7223)),
+    "GPT3, 6 GPUs": ((), (11.95, 114.22, 209.47), (46734, 4891, 2667)),
+    "GPT3, 8 GPUs": ((), (28.68, 247.85, 470.65), (19482, 2254, 1187)),
+    "GPT3, 10 GPUs": ((), (48.99, 399.62, 564.88), (11403, 1398, 989)),
+}
 PAPER = {
-    "GPT-J": {
-        "output_tokens_per_s": (2061.16, 2349.67, 2569.09),
-        "average_batch": (69.94, 530.0, 564.88),
-        "num_iterations": (7988, 1054, 989),
-    },
-    "LLAMA 13B": {
-        "output_tokens_per_s": (1018.15, 1641.55, 1907.09),
-        "average_batch": (31.61, 274.66, 527.04),
-        "num_iterations": (17675, 2034, 1060),
-    },
-    "GPT-NEOX": {
-        "output_tokens_per_s": (490.15, 1344.94, 1530.05),
-        "average_batch": (16.89, 157.59, 292.19),
-        "num_iterations": (33069, 3545, 1912),
-    },
-    "LLAMA 33B": {
-        "output_tokens_per_s": (91.46, 593.73, 834.30),
-        "average_batch": (4.0, 42.47, 77.35),
-        "num_iterations": (139790, 13155, 7223),
-    },
-    "GPT3, 6 GPUs": {
-        "average_batch": (11.95, 114.22, 209.47),
-        "num_iterations": (46734, 4891, 2667),
-    },
-    "GPT3, 8 GPUs": {
-        "average_batch": (28.68, 247.85, 470.65),
-        "num_iterations": (19482, 2254, 1187),
-    },
-    "GPT3, 10 GPUs": {
-        "average_batch": (48.99, 399.62, 564.88),
-        "num_iterations": (11403, 1398, 989),
-    },
+    model: {name: own for name, own in zip(_FIGURES, numbers, strict=True) if own}
+    for model, numbers in _NUMBERS.items()
 }
 
 
@@ -129,43 +106,31 @@ class Run:
     def arriving(self, rate: float, seed: int) -> Figures:
         """Return how many requests are served within `SLO_S` a token at this rate of arrivals."""
         done = self._simulated(with_arrivals(self.items, f"poisson:{rate}", seed))
-        within = [
+        within = sum(
             completion.timing.latency_s <= SLO_S * len(completion.token_ids)
             for completion in done.completions
             if completion.timing.latency_s is not None
-        ]
+        )
         return {
             "rate": rate,
-            "share_within": sum(within) / len(self.items),
-            "requests_within_per_s": sum(within) / done.wall_s,
+            "share_within": within / len(self.items),
+            "requests_within_per_s": within / done.wall_s,
         }
 
     def _simulated(self, items: Sequence[WorkloadItem]) -> Simulation:
-        return simulate(
-            items,
-            self._stateless(),
-            self._config(),
-            self.cost,
-            predictions=self.predictions,
-            label=self.policy,
-        )
-
-    def _stateless(self) -> Policy:
-        """Return the policy without retention: the requests share no prefix."""
-        return replace(PRESETS[self.policy], retention=Stateless())
-
-    def _config(self) -> EngineConfig:
-        """Return as many pages as fit next to the weights, and as many on the host."""
+        """Simulate with as many pages as fit next to the weights, and as many on the host."""
         num_pages = self.cost.kv_tokens // PAGE_TOKENS
-        return EngineConfig(
-            page_size=PAGE_TOKENS,
-            num_pages=1 + num_pages,
+        config = self.cost.config(
+            num_pages=num_pages,
+            num_host_pages=num_pages,
             max_slots=self.max_slots,
             max_context=MAX_CONTEXT,
             max_step_tokens=max(2048, self.max_slots),
-            max_decode_iterations=16,
-            num_host_pages=num_pages,
         )
+        # Without retention: the requests share no prefix.
+        policy = replace(PRESETS[self.policy], retention=Stateless())
+        predicted = self.predictions
+        return simulate(items, policy, config, self.cost, predictions=predicted, label=self.policy)
 
 
 def imitated(
@@ -194,27 +159,20 @@ RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     items, predictions = _requests(options)
-    costs = dict(machines())
-    offline = {
-        name: {
-            policy: Run(policy, cost, items, predictions, options.max_slots).at_once()
+    costs, few, seed = dict(machines()), options.num_slo_requests, options.seed
+
+    def played(policy: str, machine: str, count: int | None = None) -> Run:
+        slots = options.max_slots
+        return Run(policy, costs[machine], items[:count], predictions[:count], slots)
+
+    offline = {name: {p: played(p, name).at_once() for p in POLICIES} for name in costs}
+    slo = {}
+    for name in MODELS if few else ():
+        rates = [factor * offline[name]["orca"]["requests_per_s"] for factor in RATES]
+        slo[name] = {
+            policy: [played(policy, name, few).arriving(rate, seed) for rate in rates]
             for policy in POLICIES
         }
-        for name, cost in costs.items()
-    }
-    few = options.num_slo_requests
-    slo = {
-        name: {
-            policy: [
-                Run(
-                    policy, costs[name], items[:few], predictions[:few], options.max_slots
-                ).arriving(factor * offline[name]["orca"]["requests_per_s"], options.seed)
-                for factor in RATES
-            ]
-            for policy in POLICIES
-        }
-        for name in (MODELS if few else ())
-    }
     lengths = [item.num_output_tokens for item in items]
     return {
         "mean_prompt_tokens": float(np.mean([len(item.prompt_token_ids) for item in items])),

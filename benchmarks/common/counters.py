@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from jaxserve.engine.recorder import StepRecord
+    from jaxserve.planning import Simulation
 
 # Fields of statistics that are sizes; every other number grows with the steps.
 _SIZES = (
@@ -34,6 +35,11 @@ def average_batch(steps: Sequence[StepRecord]) -> float:
     """Return the mean number of sequences that an iteration advances."""
     num_iterations = sum(step.num_iterations for step in steps)
     return sum(step.num_rows * step.num_iterations for step in steps) / max(1, num_iterations)
+
+
+def of_simulation(done: Simulation) -> dict[str, Any]:
+    """Return the figures of a simulated run that `serving.measure` reports beside the latencies."""
+    return {"average_batch": average_batch(done.steps), "engine": counters_of(done.stats)}
 
 
 _PREFIX_NAMES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
@@ -82,6 +83,26 @@ class RooflineCost:
     def page_bytes(self) -> float:
         """Bytes of a page, on all devices together."""
         return self.page_tokens * self.model.kv_bytes_per_token
+
+    def config(
+        self,
+        *,
+        num_pages: float,
+        num_host_pages: float,
+        max_slots: int,
+        max_context: int,
+        max_step_tokens: int = 2048,
+    ) -> EngineConfig:
+        """Return a configuration with this many pages beside the null page."""
+        return EngineConfig(
+            page_size=self.page_tokens,
+            num_pages=1 + int(num_pages),
+            num_host_pages=int(num_host_pages),
+            max_slots=max_slots,
+            max_context=max_context,
+            max_step_tokens=max_step_tokens,
+            max_decode_iterations=16,
+        )
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0

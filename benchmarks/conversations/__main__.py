@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import sweep
-from benchmarks.common.counters import average_batch, counters_of
+from benchmarks.common.counters import of_simulation
 from benchmarks.common.harness import Benchmark, numbers, option
 from benchmarks.common.policies import missing_baselines, parse_policies, policy_options
 from benchmarks.common.repeats import repeats
@@ -97,15 +97,11 @@ def _sweep(
             name: {
                 **asdict(curve),
                 "requests_per_s_at_bound": served[name],
-                "of_stateless": _ratio(served[name], stateless),
+                "of_stateless": own / stateless if (own := served[name]) and stateless else None,
             }
             for name, curve in curves.items()
         },
     }
-
-
-def _ratio(served: float | None, stateless: float | None) -> float | None:
-    return served / stateless if served and stateless else None
 
 
 def _device(runtimes: Runtimes) -> Play:
@@ -142,8 +138,7 @@ class _Simulator:
         )
         return {
             **summarise(simulation.completions, simulation.wall_s),
-            "average_batch": average_batch(simulation.steps),
-            "engine": counters_of(simulation.stats),
+            **of_simulation(simulation),
         }
 
 

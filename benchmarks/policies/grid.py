@@ -20,7 +20,6 @@ from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import ModelShape, RooflineCost
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import simulate
@@ -69,11 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "output_tokens_per_s": row["output_tokens_per_s"] / other["output_tokens_per_s"],
                 "latency_p99": row["latency_s"]["p99"] / other["latency_s"]["p99"],
             }
-    return {
-        "pools": POOLS,
-        "baseline": BASELINE,
-        "rows": rows,
-    }
+    return {"pools": POOLS, "baseline": BASELINE, "rows": rows}
 
 
 def _row(
@@ -82,14 +77,11 @@ def _row(
     items = _items(workload, options.num_requests, options.seed)
     lengths = [len(item.prompt_token_ids) + item.num_output_tokens for item in items]
     num_pages = int(POOLS[pool] * options.max_slots * np.mean(lengths) / COST.page_tokens)
-    config = EngineConfig(
-        page_size=COST.page_tokens,
-        num_pages=1 + max(num_pages, _MAX_CONTEXT // COST.page_tokens),
+    config = COST.config(
+        num_pages=max(num_pages, _MAX_CONTEXT // COST.page_tokens),
         num_host_pages=0 if options.no_host else num_pages,
         max_slots=options.max_slots,
         max_context=_MAX_CONTEXT,
-        max_step_tokens=2048,
-        max_decode_iterations=16,
     )
     done = simulate(
         items,
