@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import final
 
 from benchmarks.common.repeats import Figures, in_turns, summary
@@ -68,17 +68,14 @@ def climb(
       repeats: runs of a policy at a rate.
     """
     curves = {name: Curve() for name in names}
-    for index, rate in enumerate(geometric(start, factor)):
+    for rate in islice(geometric(start, factor), max_rates):
         names = [name for name, curve in curves.items() if curve.stopped_by is None]
         for name, point in _points(play, names, rate, repeats).items():
-            curve = curves[name]
-            curve.points.append(point)
-            curve.stopped_by = reason_to_stop(curve.points)
-            if curve.stopped_by is None and index + 1 >= max_rates:
-                curve.stopped_by = "number of rates"
-        if all(curve.stopped_by for curve in curves.values()):
-            return curves
-    raise AssertionError("rates do not end")
+            curves[name].points.append(point)
+            curves[name].stopped_by = reason_to_stop(curves[name].points)
+    for curve in curves.values():
+        curve.stopped_by = curve.stopped_by or "number of rates"
+    return curves
 
 
 def _points(play: Play, names: Sequence[str], rate: float, repeats: int) -> dict[str, Figures]:
