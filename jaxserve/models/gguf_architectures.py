@@ -307,14 +307,20 @@ def _gemma3(facts: Facts, common: Fields) -> Fields:
 
 
 def _gemma4(facts: Facts, common: Fields) -> Fields:
-    windowed = [bool(each) for each in facts.value("attention.sliding_window_pattern")]
-    first, whole = windowed.index(True), windowed.index(False)
-    heads = np.broadcast_to(facts.value("attention.head_count_kv"), len(windowed)).tolist()
-    sizes = np.broadcast_to(facts.value("feed_forward_length"), len(windowed)).tolist()
-    if facts.value("expert_count", 0):
-        raise UnsupportedModelError(f"{facts.where} is a Gemma 4 with experts; load one without")
+    pattern = facts.value("attention.sliding_window_pattern", ())
+    windowed = [bool(each) for each in np.atleast_1d(pattern)]
+    by_layer = facts.value("attention.head_count_kv"), facts.value("feed_forward_length")
     # Frequencies that are not rotated are divided by a huge number.
-    divisors = facts.factors["rope_freqs.weight"]
+    divisors = facts.factors.get("rope_freqs.weight")
+    fitting = all(np.size(each) in (1, len(windowed)) for each in by_layer)
+    if len(set(windowed)) < 2 or divisors is None or not fitting:
+        raise CheckpointError(
+            facts.where,
+            ["rope_freqs.weight, or kinds, KV heads or MLP sizes of some layers, are missing"],
+            "convert the model again with a current llama.cpp",
+        )
+    heads, sizes = (np.broadcast_to(each, len(windowed)).tolist() for each in by_layer)
+    first, whole = windowed.index(True), windowed.index(False)
     return _gemma(facts, common) | {
         "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
         "intermediate_size": sizes[0],

@@ -18,9 +18,10 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from jaxserve.core.errors import CheckpointError
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf import GGUFSource
-from jaxserve.models.gguf_architectures import ARCHITECTURES
+from jaxserve.models.gguf_architectures import ARCHITECTURES, Facts, config_of
 from tests.common.tiers import some
 from tests.models.gguf_models import permuted
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits
@@ -564,6 +565,21 @@ def test_a_file_has_the_logits_of_its_model(case, tmp_path):
         assert theirs.keys() <= model.state_dict().keys()
         for name, tensor in theirs.items():
             torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+
+
+def test_gemma4_needs_the_kinds_of_its_layers():
+    """A file without them is refused by name."""
+    metadata = {
+        "general.architecture": "gemma4",
+        "gemma4.block_count": 1,
+        "gemma4.embedding_length": 48,
+        "gemma4.feed_forward_length": 80,
+        "gemma4.attention.head_count": 6,
+        "gemma4.attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    shapes = {"token_embd.weight": (VOCAB_SIZE, 48), "blk.0.attn_q.weight": (48, 48)}
+    with pytest.raises(CheckpointError, match="kinds, KV heads or MLP sizes"):
+        config_of(Facts("a file", metadata, shapes, {}))
 
 
 def test_an_expert_is_a_part_of_a_quantised_stack(tmp_path):
