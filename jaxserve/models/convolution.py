@@ -1,16 +1,23 @@
-"""A causal convolution over the last inputs of each channel, whose window is a part of a state."""
+"""Causal convolutions over the last inputs of each channel, whose window is a part of a state."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import final
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import LayerContext
+from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.recurrence import Inputs, State
 from jaxserve.models.weights import Weight
 
 
@@ -55,6 +62,65 @@ class CausalConvolution(nnx.Module):
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out, lax.dynamic_slice_in_dim(seen, count, window.shape[0])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionSizes:
+    """The sizes of a short convolution; see `Recurrence`."""
+
+    channels: int
+    kernel_size: int  # inputs that the convolution sees
+    has_bias: bool  # of the convolution and of both projections
+
+    def __post_init__(self) -> None:
+        check_kernel_size(self.kernel_size)
+
+    def arrays(
+        self, dtype: jax.typing.DTypeLike
+    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+        """Return `Recurrence.arrays`."""
+        return {"window": ((self.kernel_size - 1, self.channels), dtype)}
+
+
+@final
+class GatedConvolution(nnx.Module):
+    """A mixer of LFM2: out(c * convolution(b * x)), where b, c and x are projections.
+
+    project      [embed, 3, channels]    b, c, x
+    convolution                          a `CausalConvolution` over b * x
+    out          [channels, embed]
+    bproject, bout                       if the sizes have biases
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        assert isinstance(config.recurrence, ConvolutionSizes)
+        self.sizes = sizes = config.recurrence
+        self.dtype = config.dtype
+        embed, channels = config.hidden_size, sizes.channels
+        self.project = new.weight(("embed", None, None), (embed, 3, channels))
+        self.convolution = CausalConvolution(
+            sizes.kernel_size, channels, new, has_bias=sizes.has_bias
+        )
+        self.out = new.weight((None, "embed"), (channels, embed))
+        self.bproject = new.zeros((None, None), (3, channels)) if sizes.has_bias else None
+        self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return the mixer's addition to the residual stream, for `x` after the norm."""
+        projected = Linear(self.project, self.bproject)(x, context.adapter)
+        b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
+        y = context.recur(self._advance, {"inputs": b * x}, self.sizes, self.dtype)
+        gated = (c.astype(jnp.float32) * y).astype(self.dtype)
+        return Linear(self.out, self.bout)(gated, context.adapter)
+
+    def _advance(
+        self, state: State, inputs: Inputs, count: Int32[Array, ""]
+    ) -> tuple[Float32[Array, "tokens channels"], State]:
+        y, window = self.convolution(state["window"], inputs["inputs"], count)
+        return y, {"window": window}
 
 
 def convolution_weights(path: str, name: str) -> dict[str, Weight]:

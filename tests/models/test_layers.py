@@ -13,8 +13,9 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import LlamaBlock, LlamaConfig
+from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.llama_form import LlamaBlock
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.routing import ExpertsConfig

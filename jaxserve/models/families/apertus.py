@@ -13,16 +13,16 @@ from jaxtyping import Array, Float
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block
+from jaxserve.models.linear import Linear, SumsRows
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     rotary_decoder_fields,
     two_layer_weights,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
-from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm, RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected

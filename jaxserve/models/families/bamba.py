@@ -10,15 +10,16 @@ from typing import Any, Self, final
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import GatedMLP, RecurrentBlock
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
+    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
 from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
@@ -115,12 +116,6 @@ def mamba_sizes(given: Mapping[str, Any], *, inner: int | None = None, **more: A
 
 
 @final
-class BambaBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-
-
-@final
 class BambaMambaBlock(RecurrentBlock):
     norm_class = RMSNorm
     mlp_class = GatedMLP
@@ -129,7 +124,7 @@ class BambaMambaBlock(RecurrentBlock):
 
 @final
 class Bamba(Decoder):
-    block_class = BambaBlock
+    block_class = LlamaBlock
     recurrent_block_class = BambaMambaBlock
 
 

@@ -12,16 +12,16 @@ from jaxserve.models.config import DecoderConfig, Fields, Latents, MLPKind, chec
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
 from jaxserve.models.families.glm_moe import grouped_experts
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.latent_attention import LatentAttention, latent_weights
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.latent_attention import LatentAttention, latent_weights
-from jaxserve.models.layers import Block, GatedMLP
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight

@@ -16,15 +16,15 @@ from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.families.bamba import MAMBA_FIELDS, NULLABLE_MAMBA_FIELDS, mamba_sizes
 from jaxserve.models.families.granite import Granite, GraniteFactors
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, scaled
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, scaled
 from jaxserve.models.mamba import Mamba2Mixer, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker

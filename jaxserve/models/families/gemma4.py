@@ -20,10 +20,10 @@ from jaxserve.models.config import (
 )
 from jaxserve.models.context import LayerContext
 from jaxserve.models.families.gemma import GEMMA_FIELDS, ScaledDecoder, kinds_in_turn
-from jaxserve.models.families.llama import LAYER, attention_weights, mlp_weights
 from jaxserve.models.family import Family
 from jaxserve.models.layer_inputs import LayerInput, LayerInputs, layer_input_weights
 from jaxserve.models.layers import Block, GatedMLP, SandwichBlock, activation_of
+from jaxserve.models.llama_form import LAYER, attention_weights, mlp_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope

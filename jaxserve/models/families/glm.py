@@ -9,7 +9,9 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.gemma import GemmaBlock
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     LlamaBlock,
@@ -17,8 +19,6 @@ from jaxserve.models.families.llama import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight, neighbours
 

@@ -8,14 +8,14 @@ from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.experts import ExpertNames, expert_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.families.moe import MoEDecoder
+from jaxserve.models.family import Family
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.families.moe import MoEDecoder
-from jaxserve.models.family import Family
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ClampedGate, ExpertsConfig
 from jaxserve.models.weights import Weight

@@ -19,14 +19,14 @@ from jaxserve.models.families.granite import (
     factor_fields,
 )
 from jaxserve.models.families.granite_moe import GraniteMoEBlock, mlp_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock, scaled
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock, scaled
 from jaxserve.models.mamba import Mamba2Mixer, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker

@@ -15,13 +15,13 @@ from jaxserve.models.families.granite import (
     GraniteFactors,
     factor_fields,
 )
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight

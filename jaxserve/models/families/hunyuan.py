@@ -9,15 +9,15 @@ from typing import Any, Self, final
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.experts import ExpertNames, expert_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.families.moe import MoEDecoder
+from jaxserve.models.family import Family
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.families.moe import MoEDecoder
-from jaxserve.models.family import Family
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight

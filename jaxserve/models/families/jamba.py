@@ -9,10 +9,10 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.llama import LAYER, LlamaBlock, attention_weights, mlp_weights
 from jaxserve.models.families.moe import MoEBlock
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
+from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, mlp_weights
 from jaxserve.models.mamba1 import Mamba1Mixer, mamba1_sizes, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.routing import ExpertsConfig

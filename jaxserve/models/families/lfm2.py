@@ -6,27 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, kinds_by_name
-from jaxserve.models.context import LayerContext
-from jaxserve.models.convolution import (
-    CausalConvolution,
-    check_kernel_size,
-    convolution_weights,
-)
+from jaxserve.models.convolution import ConvolutionSizes, GatedConvolution, convolution_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
+from jaxserve.models.families.moe import MoEBlock
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
-from jaxserve.models.linear import Linear
+from jaxserve.models.llama_form import (
+    LAYER,
+    LlamaBlock,
+    attention_weights,
+    rotary_decoder_fields,
+)
 from jaxserve.models.norms import RMSNorm
-from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight, gate_and_up
@@ -77,25 +70,6 @@ _FIELDS = {
         aliases={"tie_embedding": "tie_word_embeddings"},
     ),
 }
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ConvolutionSizes:
-    """The sizes of a short convolution; see `Recurrence`."""
-
-    channels: int
-    kernel_size: int  # inputs that the convolution sees
-    has_bias: bool  # of the convolution and of both projections
-
-    def __post_init__(self) -> None:
-        check_kernel_size(self.kernel_size)
-
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
-        """Return `Recurrence.arrays`."""
-        return {"window": ((self.kernel_size - 1, self.channels), dtype)}
 
 
 @final
@@ -166,62 +140,10 @@ def _layer_kinds(
 
 
 @final
-class GatedConvolution(nnx.Module):
-    """out(c * convolution(b * x)), where b, c and x are projections.
-
-    project      [embed, 3, channels]    b, c, x
-    convolution                          a `CausalConvolution` over b * x
-    out          [channels, embed]
-    bproject, bout                       if the sizes have biases
-    """
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        assert isinstance(config.recurrence, ConvolutionSizes)
-        self.sizes = sizes = config.recurrence
-        self.dtype = config.dtype
-        embed, channels = config.hidden_size, sizes.channels
-        self.project = new.weight(("embed", None, None), (embed, 3, channels))
-        self.convolution = CausalConvolution(
-            sizes.kernel_size, channels, new, has_bias=sizes.has_bias
-        )
-        self.out = new.weight((None, "embed"), (channels, embed))
-        self.bproject = new.zeros((None, None), (3, channels)) if sizes.has_bias else None
-        self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        """Return the mixer's addition to the residual stream, for `x` after the norm."""
-        projected = Linear(self.project, self.bproject)(x, context.adapter)
-        b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
-        y = context.recur(self._advance, {"inputs": b * x}, self.sizes, self.dtype)
-        gated = (c.astype(jnp.float32) * y).astype(self.dtype)
-        return Linear(self.out, self.bout)(gated, context.adapter)
-
-    def _advance(
-        self, state: State, inputs: Inputs, count: Int32[Array, ""]
-    ) -> tuple[Float32[Array, "tokens channels"], State]:
-        y, window = self.convolution(state["window"], inputs["inputs"], count)
-        return y, {"window": window}
-
-
-@final
-class LFM2Block(Block):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-
-
-@final
 class LFM2ConvolutionBlock(RecurrentBlock):
     norm_class = RMSNorm
     mlp_class = GatedMLP
     mixer_class = GatedConvolution
-
-
-@final
-class ExpertsBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = MixtureOfExperts
 
 
 @final
@@ -233,14 +155,14 @@ class ExpertsConvolutionBlock(RecurrentBlock):
 
 @final
 class LFM2(Decoder):
-    block_class = LFM2Block
+    block_class = LlamaBlock
     recurrent_block_class = LFM2ConvolutionBlock
 
     def _block_class(self, layer: int) -> type[Block]:
         if self.config.mlp_kinds[layer] == "dense":
             return super()._block_class(layer)
         is_attention = self.config.layer_kinds[layer] == "attention"
-        return ExpertsBlock if is_attention else ExpertsConvolutionBlock
+        return MoEBlock if is_attention else ExpertsConvolutionBlock
 
 
 _NAMES = ExpertNames(mlp="feed_forward.", correction="expert_bias", gate="w1", up="w3", down="w2")

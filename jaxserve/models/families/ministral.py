@@ -8,14 +8,14 @@ from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, QueryGrowth, check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
     LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
 from jaxserve.models.rope import Rope, rope_fields
 
 _FIELDS = {

@@ -13,7 +13,9 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, Fields, MLPKind, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     LlamaBlock,
@@ -21,8 +23,6 @@ from jaxserve.models.families.llama import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig

@@ -11,15 +11,15 @@ from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.linear import SumsRows
+from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP
-from jaxserve.models.linear import SumsRows
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from pallas_kernels import layer_norm

@@ -9,14 +9,14 @@ from typing import Any, Self, final
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     LlamaBlock,
     attention_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.family import Family
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, fused_qkv
 

@@ -10,15 +10,15 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import MixtureOfExperts, expert_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.families.moe import MIXTRAL_NAMES
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.families.moe import MIXTRAL_NAMES
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.routing import ExpertsConfig

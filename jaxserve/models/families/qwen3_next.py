@@ -13,16 +13,17 @@ from jaxserve.models.convolution import convolution_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_rule import DeltaRuleMixer, DeltaRuleSizes
 from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.llama import (
+from jaxserve.models.families.moe import MoEBlock, sparse_layers
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
+    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.families.moe import sparse_layers
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
@@ -167,22 +168,10 @@ def _layer_kinds(
 
 
 @final
-class Qwen3NextBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-
-
-@final
 class Qwen3NextDeltaBlock(RecurrentBlock):
     norm_class = RMSNorm
     mlp_class = GatedMLP
     mixer_class = DeltaRuleMixer
-
-
-@final
-class SparseBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = MixtureOfExperts
 
 
 @final
@@ -194,13 +183,13 @@ class SparseDeltaBlock(RecurrentBlock):
 
 @final
 class Qwen3Next(Decoder):
-    block_class = Qwen3NextBlock
+    block_class = LlamaBlock
     recurrent_block_class = Qwen3NextDeltaBlock
 
     def _block_class(self, layer: int) -> type[Block]:
         if self.config.mlp_kinds[layer] == "dense":
             return super()._block_class(layer)
-        return SparseBlock if self.config.layer_kinds[layer] == "attention" else SparseDeltaBlock
+        return MoEBlock if self.config.layer_kinds[layer] == "attention" else SparseDeltaBlock
 
 
 def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:

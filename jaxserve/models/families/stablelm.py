@@ -8,7 +8,9 @@ from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP, activation_of
+from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
     attention_weights,
@@ -16,8 +18,6 @@ from jaxserve.models.families.llama import (
     rotary_decoder_fields,
     two_layer_weights,
 )
-from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight, layer_norm, neighbours
