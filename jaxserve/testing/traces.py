@@ -7,7 +7,7 @@ import random
 from collections import abc
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -406,6 +406,18 @@ class Trace:
         self.counters = engine.scheduler.counters()
         self.num_refined = engine.scheduler.lengths.num_refined
         return self._outcomes(engine, sequences)
+
+    def check(self, policy: Policy, **options: Any) -> dict[tuple[str, int], Outcome]:
+        """Serve as `run` does, and compare each sample with a run of its request alone."""
+        together = self.run(policy, **options)
+        for (name, sample), alone in self.expected().items():
+            found = together[name, sample]
+            self._require(
+                found.agrees_with(alone),
+                f"sample {sample} of request {name!r} is {found} under {policy.name}, and {alone} "
+                "alone",
+            )
+        return together
 
     def _resize(self, engine: Engine, rng: random.Random) -> None:
         num_pages = self.config.num_pages

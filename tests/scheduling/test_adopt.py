@@ -9,16 +9,13 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
+from tests.scheduling.simulated import engine_of, request_of
 
 SHAPES = [
     RRA(encode_batch=1, decode_iterations=2),
@@ -64,14 +61,13 @@ def test_the_same_tokens_whatever_shapes_follow_each_other(seeds, name):
 
 def test_new_settings_hold_from_the_next_step_on():
     """A decode phase with many iterations to go gives way to the next encode phase."""
-    clock = VirtualClock()
     config = EngineConfig(num_pages=40, max_slots=4, max_context=999, max_step_tokens=64)
     endless = replace(PRESETS["exegpt_rra"], iteration=RRA(encode_batch=1, decode_iterations=10**6))
-    engine = Engine(SimulatedExecutor(config, clock), endless, clock)
-    (first,) = engine.add(_request("first"))
+    engine = engine_of(endless, config)
+    (first,) = engine.add(request_of("first"))
     for _ in range(3):
         engine.step()
-    (second,) = engine.add(_request("second"))
+    (second,) = engine.add(request_of("second"))
     for _ in range(3):
         engine.step()
     assert second.slot is None
@@ -81,7 +77,3 @@ def test_new_settings_hold_from_the_next_step_on():
     assert None not in (first.slot, second.slot)
     policy = engine.scheduler.policy
     assert policy == replace(endless, iteration=RRA(encode_batch=1, decode_iterations=2))
-
-
-def _request(name: str) -> Request:
-    return Request(id=name, prompt=(1, 2), params=SamplingParams(), arrival_s=0.0)

@@ -10,13 +10,13 @@ import pytest
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.bounds import ArrivalOutlook, outlooks
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.order import DueFirst
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.common.tiers import some
+from tests.scheduling.simulated import request_of
 
 CONFIG = EngineConfig(num_pages=41, max_slots=4, max_context=256, max_step_tokens=64, page_size=16)
 
@@ -29,9 +29,9 @@ def _scheduler() -> Scheduler:
 
 def _request(rng: random.Random, number: int) -> Request:
     bound_s = rng.choice([None, rng.uniform(1, 200)])
-    params = SamplingParams(max_tokens=rng.randint(1, 60), latency_bound=bound_s)
+    most = rng.randint(1, 60)
     prompt = tuple(range(rng.randint(1, 100)))
-    return Request(id=str(number), prompt=prompt, params=params, arrival_s=number / 100)
+    return request_of(str(number), prompt, number / 100, max_tokens=most, latency_bound=bound_s)
 
 
 @pytest.mark.parametrize(("num_requests", "error"), some([(250, 0.0), (3_000, 0.02)]))

@@ -9,13 +9,9 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.iteration.continuous import decode_iterations
-from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.queues import Arrivals
+from tests.scheduling.simulated import engine_of, request_of
 
 
 def _noted(times_s: list[float], *, is_busy: bool = True) -> Arrivals:
@@ -70,10 +66,10 @@ def test_policies_of_our_own_heed_arrivals(policy, shortest):
     """Three requests, one each two seconds, while steps take 0.4 s."""
     config = EngineConfig(page_size=16, num_pages=400, max_slots=4, max_context=512)
     clock = VirtualClock()
-    engine = Engine(SimulatedExecutor(config, clock, reads_context=False), PRESETS[policy], clock)
-    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    engine = engine_of(policy, config, clock, reads_context=False)
+    params = dict(max_tokens=400, ignore_eos=True)
     for number in range(3):
-        engine.add(Request(id=str(number), prompt=(1, 2), params=params, arrival_s=clock.now()))
+        engine.add(request_of(str(number), (1, 2), clock.now(), **params))
         until_s = clock.now() + 2.0
         while clock.now() < until_s:
             engine.step()

@@ -9,7 +9,6 @@ import pytest
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.bounds import Deferred, too_late
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.presets import PRESETS
@@ -17,6 +16,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slack import Pace
 from jaxserve.testing.traces import random_prediction
 from tests.common.tiers import some
+from tests.scheduling.simulated import request_of
 
 CONFIG = EngineConfig(num_pages=41, max_slots=2, max_context=256, max_step_tokens=64, page_size=16)
 
@@ -33,9 +33,9 @@ def _request(rng: random.Random, number: int, arrival_s: float) -> Request:
         "first_token_bound": rng.choice([None, rng.uniform(1, 100)]),
         "token_bound": rng.choice([None, None, rng.uniform(0.1, 3)]),
     }
-    params = SamplingParams(max_tokens=rng.randint(1, 60), **bounds)
+    most = rng.randint(1, 60)
     prompt = tuple(range(rng.randint(1, 190)))
-    return Request(id=str(number), prompt=prompt, params=params, arrival_s=arrival_s)
+    return request_of(str(number), prompt, arrival_s, max_tokens=most, **bounds)
 
 
 @pytest.mark.parametrize("seed", some(range(20), 0, 1, 2, 3))

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import EncoderPrompts, Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.testing import Trace
+from jaxserve.testing import RecordingExecutor, Trace, WrapAll
 from tests.common.tiers import some
+from tests.scheduling.simulated import engine_of, request_of
 
 POLICIES = ["auto", "concurrent_instances", "exegpt_rra", "exegpt_waa_c", "orca", "pensieve", "s3"]
 POLICIES += ["fastertransformer", "vllm_like", "pensieve_device_only"]
@@ -54,9 +52,7 @@ def test_random_traces(policy):
             with_faults=seed % 2 == 0,
             with_conversations=chosen.retention.keeps_pages,
         )
-        together = trace.run(chosen, cancel_rate=0.02 if seed % 3 else 0.0)
-        for key, alone in trace.expected().items():
-            assert together[key].agrees_with(alone), f"seed {seed}: {key}"
+        together = trace.check(chosen, cancel_rate=0.02 if seed % 3 else 0.0)
         num_preempted += sum(outcome.num_preemptions for outcome in together.values())
         num_hit += int(trace.counters["num_prefix_hit"])
     assert num_preempted or policy not in ("auto", "vllm_like", "s3")
@@ -77,31 +73,14 @@ def test_random_traces_with_resizes():
 
 
 def _engine(policy: str, config: EngineConfig) -> tuple[Engine, list[StepPlan]]:
-    clock = VirtualClock()
-    executor = SimulatedExecutor(config, clock)
-    plans: list[StepPlan] = []
-    submit = executor.submit
-
-    def watched(plan: StepPlan):
-        plans.append(plan)
-        return submit(plan)
-
-    executor.submit = watched
-    return Engine(executor, PRESETS[policy], clock), plans
+    seen = WrapAll(RecordingExecutor)
+    return engine_of(policy, config, wrap=seen), seen.executors[0].plans
 
 
-def _request(name: str, length: int, page_size: int, num_outputs: int = 8, first: int = 1):
-    prompt, num_encoded, num_padding = EncoderPrompts(start_token_id=0, page_size=page_size).around(
-        tuple(range(first, first + length))
-    )
-    return Request(
-        id=name,
-        prompt=prompt,
-        num_encoded=num_encoded,
-        num_padding=num_padding,
-        params=SamplingParams(max_tokens=num_outputs, temperature=0),
-        arrival_s=0.0,
-    )
+def _request(name: str, length: int, num_outputs: int = 8, first: int = 1) -> Request:
+    prompts = EncoderPrompts(start_token_id=0, page_size=_CONFIG.page_size)
+    plain = request_of(name, tuple(range(first, first + length)), max_tokens=num_outputs)
+    return _encoded(plain, prompts, length)
 
 
 _CONFIG = EngineConfig(
@@ -114,14 +93,14 @@ def test_long_prompts_are_not_passed_for_ever(policy):
     """A prompt that fills a step is computed while short ones keep coming and answers run."""
     engine, plans = _engine(policy, _CONFIG)
     for i in range(3):
-        engine.add(_request(f"running {i}", 4, 4, num_outputs=40, first=20 * i))
+        engine.add(_request(f"running {i}", 4, num_outputs=40, first=20 * i))
     for _ in range(4):
         engine.step()
-    (long,) = engine.add(_request("long", 20, 4, first=100))
+    (long,) = engine.add(_request("long", 20, first=100))
     for i in range(200):
         if not engine.has_work or long.output:
             break
-        engine.add(_request(f"short {i}", 3, 4, num_outputs=1, first=200 + 3 * i))
+        engine.add(_request(f"short {i}", 3, num_outputs=1, first=200 + 3 * i))
         engine.step()
     assert long.output, "the long prompt waits for ever"
     rows = [row for plan in plans for row in plan.rows if row.sequence_key == long.key]
@@ -132,7 +111,7 @@ def test_prompts_share_a_step_and_start_their_answers_in_it():
     """Prompts that fit together are encoded in one step, which gives each its first token."""
     engine, plans = _engine("vllm_like", _CONFIG)
     for i in range(2):
-        engine.add(_request(str(i), 5, 4, first=10 * i))
+        engine.add(_request(str(i), 5, first=10 * i))
     engine.step()
     (plan,) = plans[:1]
     assert [(row.start, row.num_tokens, row.encodes, row.samples) for row in plan.rows] == [

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.admission import Expected
@@ -20,6 +15,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.workload import random_items
 from predictor import LengthBuckets
+from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(
     page_size=8, num_pages=33, max_slots=16, max_context=256, max_decode_iterations=8
@@ -66,19 +62,13 @@ def test_requests_that_are_asked_for_together_leave_as_much_free(margin: float |
 
 
 def _scheduler(rng: np.random.Generator, num_waiting: int) -> Scheduler:
-    clock = VirtualClock()
-    engine = Engine(SimulatedExecutor(CONFIG, clock), PRESETS["auto"], clock)
+    engine = engine_of("auto", CONFIG)
     buckets = LengthBuckets.equal_width(64, 4)
     for number in range(num_waiting):
         weights = rng.random(4)
-        request = Request(
-            id=str(number),
-            prompt=tuple(range(int(rng.integers(1, 90)))),
-            params=SamplingParams(max_tokens=int(rng.integers(1, 150))),
-            arrival_s=0.0,
-            prediction=LengthPrediction(buckets, weights / weights.sum()) if number % 3 else None,
-        )
-        engine.add(request)
+        known = LengthPrediction(buckets, weights / weights.sum()) if number % 3 else None
+        prompt, most = tuple(range(int(rng.integers(1, 90)))), int(rng.integers(1, 150))
+        engine.add(request_of(str(number), prompt, prediction=known, max_tokens=most))
     return engine.scheduler
 
 

@@ -12,29 +12,10 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import RecordingExecutor
 from jaxserve.testing.traces import random_config, random_requests
 from tests.common.tiers import some
-
-
-class Recorder:
-    """A simulated executor that stores its plans."""
-
-    def __init__(self, simulated: SimulatedExecutor):
-        self._simulated = simulated
-        self.config, self.swap_costs = simulated.config, simulated.swap_costs
-        self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
-        self.num_device_groups = simulated.num_device_groups
-        self.plans: list[StepPlan] = []
-
-    def submit(self, plan: StepPlan):
-        """Store the plan, and submit it."""
-        self.plans.append(plan)
-        return self._simulated.submit(plan)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _with_length(request: Request, length: int) -> Request:
@@ -54,7 +35,7 @@ def _run(policy: str, seed: int, lengths: list[int], num_plans: float = math.inf
     config = random_config(rng)
     requests = random_requests(rng, config)
     clock = VirtualClock()
-    executor = Recorder(SimulatedExecutor(config, clock))
+    executor = RecordingExecutor(SimulatedExecutor(config, clock))
     engine = Engine(executor, PRESETS[policy], clock)
     sequences = [
         sequence

@@ -22,7 +22,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import DeviceOnly, Tiered
-from jaxserve.testing import Trace
+from jaxserve.testing import Outcome, Trace
 from tests.common.tiers import some
 from tests.memory.gate import PoorFiles
 
@@ -53,15 +53,20 @@ def _trace(seed: int) -> Trace:
     return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
 
 
+def _check_cut(trace: Trace, together: dict[tuple[str, int], Outcome]) -> None:
+    """Check that each answer is that of the request alone, or its beginning."""
+    for key, alone in trace.expected().items():
+        got = together[key].output
+        assert got == alone.output[: len(got)], f"seed {trace.seed}, {key}"
+
+
 @pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     """Evictions, swaps, drops, cancellations and preemption do not change tokens or lose pages."""
     counts = Counter()
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
-        together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
-        for key, alone in trace.expected().items():
-            assert together[key].agrees_with(alone), f"seed {seed}, {key}"
+        trace.check(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         counts["found"] += trace.counters["num_prefix_hit"]
         counts["found on the host"] += trace.counters["num_prefix_hit_on_host"]
         counts["lost"] += trace.counters["num_evicted_tokens"]
@@ -83,17 +88,10 @@ def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int)
     counts = Counter()
     for seed in range(2 * NUM_SEEDS):
         trace = Trace(seed, with_conversations=True, incoming_pages=incoming_pages)
-        rates = (0.05, 0.0, 0.0) if seed % 2 else (0.0, 0.05, 0.05)
-        cancel_rate, resize_rate, update_rate = rates
-        together = trace.run(
-            policy, cancel_rate=cancel_rate, resize_rate=resize_rate, update_rate=update_rate
-        )
-        for key, alone in trace.expected().items():
-            got = together[key]
-            if resize_rate:  # an answer is cut that no longer fits
-                assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"
-            else:
-                assert got.agrees_with(alone), f"seed {seed}, {key}"
+        if seed % 2:
+            trace.check(policy, cancel_rate=0.05)
+        else:
+            _check_cut(trace, trace.run(policy, resize_rate=0.05, update_rate=0.05))
         counts["awaited"] += trace.num_awaited
         counts["preempted"] += trace.counters["num_preemptions"]
     assert counts["awaited"] > 5 and counts["preempted"] > 20, counts
@@ -105,10 +103,7 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
     num_found = 0
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
-        together = trace.run(policy, resize_rate=0.1)
-        for key, alone in trace.expected().items():
-            got = together[key].output
-            assert got == alone.output[: len(got)], f"seed {seed}, {key}"
+        _check_cut(trace, trace.run(policy, resize_rate=0.1))
         num_found += trace.counters["num_prefix_hit"]
     assert num_found > 1000
 

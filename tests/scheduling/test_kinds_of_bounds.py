@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,43 +23,23 @@ from jaxserve.core.errors import (
 from jaxserve.core.metrics import bound_outcomes
 from jaxserve.core.request import Completion, FinishReason, Request, Sample, Timing
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.presets import PRESETS, check_heeded
-from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
+from tests.scheduling.simulated import SECOND, engine_of, item_of, request_of
 
 pytestmark = pytest.mark.fast
 
-SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
     num_pages=100, max_slots=4, max_context=200, max_step_tokens=64, max_decode_iterations=4
 )
 AUTO = PRESETS["auto"]
 
 
-def _item(
-    num_output: int, arrival_s: float = 0.0, num_prompt: int = 3, **bounds: Any
-) -> WorkloadItem:
-    return WorkloadItem(
-        prompt_token_ids=(1,) * num_prompt,
-        num_output_tokens=num_output,
-        max_tokens=num_output,
-        arrival_s=arrival_s,
-        sampling=SamplingParams(**bounds),
-    )
-
-
-def _request(name: str, clock: VirtualClock, num_prompt: int = 2, **params: Any) -> Request:
-    return Request(
-        id=name,
-        prompt=(1,) * num_prompt,
-        params=SamplingParams(**params),
-        arrival_s=clock.now(),
-    )
+def _request(name: str, clock: VirtualClock, **params: Any) -> Request:
+    return request_of(name, (1, 1), clock.now(), **params)
 
 
 @pytest.mark.parametrize("name", BOUND_NAMES)
@@ -66,6 +48,9 @@ def test_a_bound_is_a_number_of_seconds(name: str):
         with pytest.raises(InvalidSamplingParamsError, match=name):
             SamplingParams(**{name: wrong})
     assert SamplingParams(**{name: 2.5}).bounds == {name: 2.5}
+    for scalar in (np.array(1.5), np.float32(1.5), Decimal("1.5"), jnp.float32(1.5)):
+        params = SamplingParams(**{name: scalar})
+        assert type(params.bounds[name]) is float and params == SamplingParams(**{name: 1.5})
 
 
 def test_the_earliest_bound_says_when_a_request_is_due():
@@ -86,8 +71,8 @@ def test_the_earliest_bound_says_when_a_request_is_due():
 def test_the_first_token_that_is_due_goes_first():
     """One slot: a first token within 100 s is before a whole answer within 200."""
     config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
-    items = [_item(30), _item(5, 1.0), _item(5, 1.0, latency_bound=200.0)]
-    items.append(_item(5, 2.0, first_token_bound=100.0))
+    items = [item_of(30), item_of(5, 1.0), item_of(5, 1.0, latency_bound=200.0)]
+    items.append(item_of(5, 2.0, first_token_bound=100.0))
     done = simulate(items, AUTO, config, SECOND, progress=False).completions
     assert sorted(range(4), key=lambda i: done[i].timing.admitted_s or 0.0) == [0, 3, 2, 1]
     assert all(each.error is None for each in done)
@@ -104,15 +89,16 @@ def test_the_first_token_that_is_due_goes_first():
 def test_what_is_expected_to_miss_a_bound_is_refused(bounds: dict[str, Any], expected_s: float):
     """At its submission, while all slots are taken; the error says which bound, and what else."""
     clock = VirtualClock()
-    engine = Engine(SimulatedExecutor(CONFIG, clock, cost=SECOND), AUTO, clock)
+    engine = engine_of("auto", CONFIG, clock, cost=SECOND)
     for name in "abcd":
         engine.add(_request(name, clock, max_tokens=50))
     while engine.scheduler.num_waiting or len(engine.scheduler.running[0].output) < 10:
         engine.step()
     [sequence] = engine.add(_request("e", clock, max_tokens=10, **bounds))
     error = sequence.error
-    assert isinstance(error, BoundNotMetError)
-    [name] = [each for each in bounds if each in str(error)]
+    assert isinstance(error, BoundNotMetError) and sequence.finish_reason == "error"
+    [name] = [each for each in bounds if f"{each}={bounds[each]:.4g} s" in str(error)]
+    assert ("lower max_tokens" in str(error)) == (name == "latency_bound")
     assert (error.name, error.bound_s) == (name, bounds[name])
     assert error.expected_s == pytest.approx(expected_s, abs=5) and error.expected_s > error.bound_s
     again = pickle.loads(pickle.dumps(error))
@@ -121,13 +107,13 @@ def test_what_is_expected_to_miss_a_bound_is_refused(bounds: dict[str, Any], exp
     [kept] = engine.add(_request("f", clock, max_tokens=10, **loose))
     while engine.has_work:
         engine.step()
-    assert kept.error is None and len(kept.output) == 10
+    assert kept.error is None and len(kept.output) == 10 and not sequence.output
 
 
 def test_a_first_token_that_comes_too_late_is_refused_while_it_waits():
     """It was expected in time; then the answers before it grow. It ends as soon as it is late."""
     clock = VirtualClock()
-    engine = Engine(SimulatedExecutor(CONFIG, clock, cost=SECOND), AUTO, clock)
+    engine = engine_of("auto", CONFIG, clock, cost=SECOND)
     for name in "abcd":
         engine.add(_request(name, clock, max_tokens=60, latency_bound=1e3))
     engine.step()
@@ -138,41 +124,52 @@ def test_a_first_token_that_comes_too_late_is_refused_while_it_waits():
     assert sequence.error.name == "first_token_bound" and clock.now() <= 31 + 2 * 4
 
 
-def test_prompts_wait_while_they_would_slow_the_tokens_of_a_bounded_answer():
-    """Mixed steps take up to 9 s, and iterations 1 s: an answer has its mean time per token.
+# Mixed steps of these prompts take up to 9 s, and iterations 1 s.
+_SLOW_PROMPTS = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
+_BULK = [item_of(4, at, num_prompt=60) for at in np.linspace(22, 100, 30).tolist()]
 
-    Without its bound the same prompts are computed beside it, and it has not. All prompts are
-    computed in about the same time.
+
+@pytest.mark.parametrize(
+    ("name", "bounds_s", "loose", "least"),
+    [
+        ("token_bound", (2.2, 2.8, 3.5), {}, 0.0),
+        ("latency_bound", (80.0, 110.0, 150.0), {"latency_bound": 1000.0}, 0.9),
+    ],
+)
+def test_prompts_wait_while_they_would_make_a_bounded_answer_late(
+    name: str, bounds_s: tuple[float, ...], loose: dict[str, float], least: float
+):
+    """With a loose bound, or none, the same prompts are computed beside it, and it is late.
+
+    All prompts are computed in about the same time.
     """
-    cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
     config = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=(), max_decode_iterations=2)
-    bulk = [_item(4, at, 60) for at in np.linspace(22, 100, 30).tolist()]
 
-    def served(**bounds: Any) -> tuple[float, float]:
-        """Return the mean seconds per token of the answer, and those until all have ended."""
-        items = [_item(45), _item(40, 20.0, **bounds), *bulk]
-        run = simulate(items, AUTO, config, cost, progress=False)
+    def served(**bounds: float) -> tuple[float, float]:
+        """Return the seconds that the bound is of, and those until all have ended."""
+        items = [item_of(45), item_of(40, 20.0, **bounds), *_BULK]
+        run = simulate(items, AUTO, config, _SLOW_PROMPTS, progress=False)
         assert [len(c.token_ids) for c in run.completions] == [45, 40, *[4] * 30]
         times = run.completions[1].timing
         assert times.finished_s is not None and times.first_token_s is not None
-        return (times.finished_s - times.first_token_s) / 39, run.wall_s
+        whole_s = times.latency_s or 0.0
+        token_s = (times.finished_s - times.first_token_s) / 39
+        return whole_s if name == "latency_bound" else token_s, run.wall_s
 
-    free_s, free_wall_s = served()
-    for bound_s in (2.2, 2.8, 3.5):
-        token_s, wall_s = served(token_bound=bound_s)
-        assert token_s <= bound_s < free_s
-        assert wall_s <= 1.1 * free_wall_s
+    loose_s, loose_wall_s = served(**loose)
+    for bound_s in bounds_s:
+        found_s, wall_s = served(**{name: bound_s})
+        assert least * bound_s < found_s <= bound_s < loose_s
+        assert wall_s <= 1.1 * loose_wall_s
 
 
 def test_prompts_do_not_wait_for_answers_of_another_device_group():
     """On two groups they slow none of them, so that a bounded answer holds up no first token."""
-    cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
     config = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=())
-    bulk = [_item(4, at, 60) for at in np.linspace(22, 100, 30).tolist()]
 
     def first_tokens(**bounds: Any) -> list[float | None]:
-        items = [_item(45), _item(40, 20.0, **bounds), *bulk]
-        run = simulate(items, PRESETS["exegpt_waa_c"], config, cost, progress=False)
+        items = [item_of(45), item_of(40, 20.0, **bounds), *_BULK]
+        run = simulate(items, PRESETS["exegpt_waa_c"], config, _SLOW_PROMPTS, progress=False)
         return [each.timing.time_to_first_token_s for each in run.completions]
 
     free = first_tokens()
@@ -190,12 +187,12 @@ def test_first_tokens_come_in_time_beside_bulk(policy: str):
     chosen = PRESETS[policy]
     if policy == "exegpt_rra":
         chosen = replace(chosen, iteration=RRA(encode_batch=2, decode_iterations=40))
-    bulk = [_item(40) for _ in range(40)]
+    bulk = [item_of(40) for _ in range(40)]
     arrivals = np.linspace(10, 250, 18).tolist()
 
     def firsts(**bounds: Any) -> tuple[list[float], int]:
         """Return the seconds to first tokens, and how many requests were refused."""
-        items = [*bulk, *(_item(4, at, **bounds) for at in arrivals)]
+        items = [*bulk, *(item_of(4, at, **bounds) for at in arrivals)]
         run = simulate(items, chosen, CONFIG, SECOND, progress=False)
         assert all(len(c.token_ids) == 40 for c in run.completions[:40])
         served = [c for c in run.completions[40:] if c.error is None]
@@ -226,7 +223,7 @@ def test_every_request_ends_once_under_random_bounds(policy: str, seed: int):
             if rng.random() < 0.3
         }
         arrival_s, num_prompt = rng.uniform(0, 150), rng.randint(1, 90)
-        items.append(_item(rng.randint(1, 60), arrival_s, num_prompt, **bounds))
+        items.append(item_of(rng.randint(1, 60), arrival_s, num_prompt=num_prompt, **bounds))
     config = replace(CONFIG, num_pages=rng.choice([60, 100, 300]))
     run = simulate(items, PRESETS[policy], config, SECOND, progress=False)
     counts = dict.fromkeys(("kept", "missed", "refused"), 0)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.admission import Expected, Predicted
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.order import LongestFirst, ShortestPredictedFirst
@@ -22,6 +20,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from predictor import LengthBuckets
 from tests.common.tiers import seeds, some
+from tests.scheduling.simulated import request_of
 
 ORDERS: dict[str, Order] = {
     "shortest": ShortestPredictedFirst(),
@@ -93,8 +92,7 @@ class _Known:
 @pytest.mark.parametrize("order", [ShortestPredictedFirst(), LongestFirst(Predicted())])
 def test_no_answer_counts_as_longer_than_its_limit(order: Order):
     """An estimate of 1,000 tokens gives an answer of at most 10 the key of one of 10."""
-    params = SamplingParams(max_tokens=10)
-    request = Request(id="a", prompt=(1, 2, 3), params=params, arrival_s=5.0)
+    request = request_of("a", arrival_s=5.0, max_tokens=10)
     (sequence,) = Trace(0).engine(PRESETS["vllm_like"]).add(request)
     keys = [order.key(sequence, _Known(length)) for length in (9, 10, 1000)]
     assert keys[0] != keys[1] == keys[2]

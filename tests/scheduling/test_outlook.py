@@ -7,14 +7,11 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
-from jaxserve.scheduling.presets import PRESETS
 from predictor import LengthBuckets
+from tests.scheduling.simulated import certain, engine_of, request_of
 
 # One bucket per length.
 BUCKETS = LengthBuckets.equal_width(100, 100)
@@ -30,21 +27,13 @@ def _engine(*, num_pages: int, max_slots: int = 8) -> tuple[Engine, VirtualClock
         max_step_tokens=64,
         max_decode_iterations=1,
     )
-    cost = FlatCost(per_token_s=0.0)
-    return Engine(SimulatedExecutor(config, clock, cost=cost), PRESETS["auto"], clock), clock
+    return engine_of("auto", config, clock, cost=FlatCost(per_token_s=0.0)), clock
 
 
 def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1) -> Request:
-    known = LengthPrediction(BUCKETS, np.eye(BUCKETS.num)[length - 1])
-    return Request(
-        id=name,
-        prompt=(1, 2, 3),
-        params=SamplingParams(
-            max_tokens=None, forced_length=length, n=num, temperature=float(num > 1)
-        ),
-        arrival_s=0.0,
-        prediction=known if is_predicted else None,
-    )
+    known = certain(length, BUCKETS) if is_predicted else None
+    params = dict(max_tokens=None, forced_length=length, n=num, temperature=float(num > 1))
+    return request_of(name, prediction=known, **params)
 
 
 @pytest.mark.parametrize(

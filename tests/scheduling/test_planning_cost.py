@@ -14,20 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
-from jaxserve.scheduling.presets import PRESETS, get_policy
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
 from tests.common.tiers import some
 from tests.engine.any_text import AnyText
+from tests.scheduling.simulated import engine_of, request_of
 
 pytestmark = pytest.mark.fast
 
@@ -41,21 +40,15 @@ _BUCKETS = LengthBuckets.equal_width(64, 4)
 
 
 def _engine(policy: str | Policy, config: EngineConfig) -> Engine:
-    clock = VirtualClock()
-    executor = SimulatedExecutor(config, clock, reads_context=False)
-    return Engine(executor, get_policy(policy), clock)
+    return engine_of(policy, config, reads_context=False)
 
 
 def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 64) -> Request:
     weights = np.ones(4)
     weights[number % 4] += 8
-    return Request(
-        id=str(number),
-        prompt=prompt,
-        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        arrival_s=float(number),
-        prediction=LengthPrediction(_BUCKETS, weights / weights.sum()),
-    )
+    prediction = LengthPrediction(_BUCKETS, weights / weights.sum())
+    params = dict(max_tokens=max_tokens, ignore_eos=True)
+    return request_of(str(number), prompt, float(number), prediction, **params)
 
 
 def _calls(
@@ -96,13 +89,35 @@ def _calls(
 @pytest.mark.parametrize("policy", some(["auto", "vllm_like", "s3", "s3_oracle", "pensieve"], 0, 2))
 def test_ten_times_as_many_wait(policy: str):
     """The slots are full and the memory limits admission, with 200 waiting as with 2,000."""
-    found = []
-    for num_waiting in (200, 2_000):
-        engine = _engine(policy, CONFIG)
-        for number in range(num_waiting):
-            engine.add(_request(number, tuple(range(1, 30 + number % 50))))
+    _check_grows_little(
+        lambda num_waiting: _with_waiting(
+            _engine(policy, CONFIG),
+            num_waiting,
+            lambda number: _request(number, tuple(range(1, 30 + number % 50))),
+        ),
+        num_steps=40,
+    )
+
+
+def _with_waiting(
+    engine: Engine, num_waiting: int, request: Callable[[int], Request], num_steps: int = 1
+) -> Engine:
+    """Return the engine with requests of these numbers, after some steps."""
+    for number in range(num_waiting):
+        engine.add(request(number))
+    for _ in range(num_steps):
         engine.step()
-        found.append(_calls(engine, 40))
+    return engine
+
+
+def _check_grows_little(
+    made: Callable[[int], Engine],
+    sizes: tuple[int, int] = (200, 2_000),
+    num_steps: int = 10,
+    of: Any = Scheduler.plan,
+) -> None:
+    """Check that the calls of a step hardly depend on the size for which an engine is made."""
+    found = [_calls(made(size), num_steps, of) for size in sizes]
     assert found[1] < 1.5 * found[0] + 200, found
 
 
@@ -111,9 +126,7 @@ def test_ten_times_as_many_wait_with_a_grammar():
     found = []
     params = SamplingParams(max_tokens=64, ignore_eos=True, regex=".*")
     for num_waiting in (200, 2_000):
-        clock = VirtualClock()
-        executor = SimulatedExecutor(CONFIG, clock, reads_context=False)
-        engine = Engine(executor, PRESETS["auto"], clock, grammars=AnyText())
+        engine = engine_of("auto", CONFIG, parts={"grammars": AnyText()}, reads_context=False)
         for number in range(num_waiting - 1):
             engine.add(replace(_request(number), params=params))
         of_add = _calls(
@@ -128,40 +141,28 @@ def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
     """As many run as may, there is memory for all, and none of those that wait has a bound."""
     config = replace(CONFIG, num_pages=500)
     policy = replace(PRESETS["auto"], name="few", iteration=Unified(max_running=4))
-    found = []
-    for num_waiting in (200, 2_000):
-        engine = _engine(policy, config)
-        for number in range(num_waiting):
-            engine.add(_request(number))
-        engine.step()
-        found.append(_calls(engine, 20))
-    assert found[1] < 1.5 * found[0] + 200, found
+    _check_grows_little(
+        lambda num_waiting: _with_waiting(_engine(policy, config), num_waiting, _request),
+        num_steps=20,
+    )
 
 
-def _bounded(number: int, latency_bound: float) -> Request:
-    params = SamplingParams(max_tokens=64, ignore_eos=True, latency_bound=latency_bound)
+def _bounded(number: int) -> Request:
+    params = SamplingParams(max_tokens=64, ignore_eos=True, latency_bound=1e6)
     return replace(_request(number), params=params, arrival_s=0.0)
 
 
 def _with_bounds(num_waiting: int) -> Engine:
     """Return an engine whose requests have bounds that are far off."""
-    engine = _engine("auto", CONFIG)
-    for number in range(num_waiting):
-        engine.add(_bounded(number, 1e6))
-    for _ in range(3):
-        engine.step()
+    engine = _with_waiting(_engine("auto", CONFIG), num_waiting, _bounded, num_steps=3)
+    assert len(engine.scheduler.waiting) > num_waiting - 20
     return engine
 
 
 @pytest.mark.release
 def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
     """A step looks only at those that may be too late."""
-    found = []
-    for num_waiting in (200, 2_000):
-        engine = _with_bounds(num_waiting)
-        found.append(_calls(engine, 40, Engine.step))
-        assert len(engine.scheduler.waiting) > num_waiting - 20
-    assert found[1] < 1.5 * found[0] + 200, found
+    _check_grows_little(_with_bounds, num_steps=40, of=Engine.step)
 
 
 @pytest.mark.release
@@ -170,7 +171,7 @@ def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
     found = []
     for num_waiting in (1_000, 4_000):
         engine = _with_bounds(num_waiting)
-        requests = [_bounded(number, 1e6) for number in range(num_waiting, num_waiting + 128)]
+        requests = [_bounded(number) for number in range(num_waiting, num_waiting + 128)]
         found.append(0)
 
         def count(frame: FrameType, event: str, _: Any) -> None:
@@ -210,19 +211,19 @@ def test_an_answer_that_goes_on_costs_few_calls(policy: str):
 @pytest.mark.parametrize("policy", some(["auto", "vllm_like", "s3", "pensieve"]))
 def test_a_long_context_is_not_walked_over_each_step(policy: str):
     """One sequence of 12,500 pages runs and as long a one waits; a step touches its own pages."""
-    found = []
-    for num_tokens in (4_000, 200_000):
-        config = replace(LONG, num_pages=2 + num_tokens // 10)
-        engine = _engine(policy, config)
-        for number in range(2):
+
+    def made(num_tokens: int) -> Engine:
+        def request(number: int) -> Request:
+            if number >= 2:
+                return _request(number)
             prompt = tuple(range(number, num_tokens + number))
-            engine.add(_request(number, prompt, max_tokens=1000))
-        for number in range(2, 5):
-            engine.add(_request(number))
-        for _ in range(4):  # what begins with the long one is computed once
-            engine.step()
-        found.append(_calls(engine, 10))
-    assert found[1] < 1.5 * found[0] + 200, found
+            return _request(number, prompt, max_tokens=1000)
+
+        config = replace(LONG, num_pages=2 + num_tokens // 10)
+        # What begins with the long one is computed once.
+        return _with_waiting(_engine(policy, config), 5, request, num_steps=4)
+
+    _check_grows_little(made, (4_000, 200_000))
 
 
 @pytest.mark.parametrize("policy", some(["pensieve", "vllm_like", "s3", "auto"]))

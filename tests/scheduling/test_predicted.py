@@ -8,19 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.admission import Predicted
 from jaxserve.scheduling.order import LongestFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, Refinement
+from tests.scheduling.simulated import certain, engine_of, request_of
 
 # Ten buckets of ten tokens.
 BUCKETS = LengthBuckets.equal_width(100, 10)
@@ -41,21 +38,9 @@ def _config(num_tokens: int, num_host_pages: int = 100) -> EngineConfig:
 
 def _request(name: str, predicted: int, *, prompt: int = 5, actual: int | None = None) -> Request:
     """Return a request whose predicted bucket ends at `predicted`, with probability 1."""
-    probabilities = np.zeros(BUCKETS.num)
-    probabilities[predicted // 10 - 1] = 1.0
-    return Request(
-        id=name,
-        prompt=tuple(range(1, prompt + 1)),
-        params=SamplingParams(max_tokens=None, forced_length=actual or predicted),
-        arrival_s=0.0,
-        prediction=LengthPrediction(BUCKETS, probabilities),
-    )
-
-
-def _engine(policy: str | Policy, config: EngineConfig) -> Engine:
-    clock = VirtualClock()
-    chosen = PRESETS[policy] if isinstance(policy, str) else policy
-    return Engine(SimulatedExecutor(config, clock), chosen, clock)
+    params = dict(max_tokens=None, forced_length=actual or predicted)
+    known = certain(predicted, BUCKETS)
+    return request_of(name, tuple(range(1, prompt + 1)), prediction=known, **params)
 
 
 def _run(engine: Engine, requests: list[Request]) -> list[Sequence]:
@@ -76,7 +61,7 @@ def _admitted(engine: Engine) -> set[str]:
 def test_the_longest_go_first_with_all_that_fit_beside_them():
     """A pool of 100 tokens gets 65 and then 25, past 45 and 35; ORCA would not skip these."""
     lengths = {"a": 20, "b": 60, "c": 40, "d": 30}
-    engine = _engine("s3", _config(100))
+    engine = engine_of("s3", _config(100))
     for name, predicted in lengths.items():
         engine.add(_request(name, predicted))
     assert _admitted(engine) == {"b", "d"}
@@ -84,7 +69,7 @@ def test_the_longest_go_first_with_all_that_fit_beside_them():
 
 def test_decreasing_first_fit_by_hand():
     """A pool of 100 packs the reservations 85 + 15 of 85, 45, 25, 15, 15; the rest waits."""
-    engine = _engine("s3", _config(100))
+    engine = engine_of("s3", _config(100))
     for name, predicted in {"u": 10, "v": 40, "w": 80, "x": 20, "y": 10}.items():
         engine.add(_request(name, predicted))
     assert _admitted(engine) == {"w", "u"}
@@ -93,13 +78,8 @@ def test_decreasing_first_fit_by_hand():
 
 def test_without_a_prediction_the_longest_answer_is_reserved():
     """ORCA does the same."""
-    engine = _engine("s3", _config(300))
-    request = _request("a", 10)
-    engine.add(
-        Request(
-            id="a", prompt=request.prompt, params=SamplingParams(max_tokens=None), arrival_s=0.0
-        )
-    )
+    engine = engine_of("s3", _config(300))
+    engine.add(request_of("a", max_tokens=None))
     engine.step()
     assert engine.scheduler.running[0].kv.table.reservation == 200
 
@@ -107,7 +87,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
 def test_a_sequence_that_outgrows_its_reservation_is_swapped_and_reserves_twice_as_much():
     """Reservations of 15, 30 and 60 give two preemptions, no recomputation and the same tokens."""
     request = _request("a", 10, actual=50)
-    engine = _engine("s3", _config(150))
+    engine = engine_of("s3", _config(150))
     (sequence,) = engine.add(request)
     reserved = []
     while engine.has_work:
@@ -119,17 +99,17 @@ def test_a_sequence_that_outgrows_its_reservation_is_swapped_and_reserves_twice_
     stats = engine.stats
     assert (stats.num_preemptions, stats.num_outgrown, stats.num_recomputed) == (2, 2, 0)
     assert stats.num_pages_out == stats.num_pages_in == 15 + 30
-    (alone,) = _run(_engine("orca", _config(150)), [request])
+    (alone,) = _run(engine_of("orca", _config(150)), [request])
     assert sequence.output == alone.output and len(sequence.output) == 50
 
 
 def test_without_room_on_the_host_the_kv_is_computed_anew():
     """The tokens are the same."""
     request = _request("a", 10, actual=50)
-    engine = _engine("s3", _config(150, num_host_pages=20))
+    engine = engine_of("s3", _config(150, num_host_pages=20))
     (sequence,) = _run(engine, [request])
     assert engine.stats.num_pages_out == 15 and engine.stats.num_recomputed == 30
-    (alone,) = _run(_engine("orca", _config(150)), [request])
+    (alone,) = _run(engine_of("orca", _config(150)), [request])
     assert sequence.output == alone.output
 
 
@@ -138,7 +118,7 @@ def test_right_predictions_preempt_no_sequence_and_fill_the_pool():
     requests = [_request(str(i), 10 * (1 + i % 3)) for i in range(24)]
     together = {}
     for policy in ("orca", "s3", "auto"):
-        engine = _engine(policy, _config(210))
+        engine = engine_of(policy, _config(210))
         _run(engine, requests)
         together[policy] = max(step.num_running for step in engine.recorder.steps)
         assert engine.stats.num_preemptions == 0, policy
@@ -147,11 +127,11 @@ def test_right_predictions_preempt_no_sequence_and_fill_the_pool():
 
 def test_answers_that_end_one_after_the_other_need_less_than_their_sum():
     """Reservations of 65 and 25 exceed 80, but both never need that much at the same time."""
-    engine = _engine("auto", _config(80))
+    engine = engine_of("auto", _config(80))
     for name, predicted in {"long": 60, "short": 20}.items():
         engine.add(_request(name, predicted))
     assert _admitted(engine) == {"long", "short"}
-    s3 = _engine("s3", _config(80))
+    s3 = engine_of("s3", _config(80))
     for name, predicted in {"long": 60, "short": 20}.items():
         s3.add(_request(name, predicted))
     assert _admitted(s3) == {"long"}
@@ -159,7 +139,7 @@ def test_answers_that_end_one_after_the_other_need_less_than_their_sum():
 
 def test_decode_loops_end_where_answers_are_expected_to():
     """With waiting sequences, a loop is as long as the rest of the answer that ends first."""
-    engine = _engine("s3", _config(15))
+    engine = engine_of("s3", _config(15))
     engine.add(_request("a", 10))
     engine.add(_request("b", 10))
     while engine.has_work:
@@ -181,11 +161,8 @@ def _probed(policy: str | Policy, remaining: int | None, num_tokens: int = 300) 
     logits = np.full(BUCKETS.num, np.nan)
     if remaining is not None:
         logits = 30.0 * np.eye(BUCKETS.num)[BUCKETS.bucket_of(remaining)]
-    clock = VirtualClock()
-    executor = SimulatedExecutor(
-        _config(num_tokens), clock, refinement=REFINEMENT, reading=lambda *_: logits
-    )
-    return Engine(executor, PRESETS[policy] if isinstance(policy, str) else policy, clock)
+    config = _config(num_tokens)
+    return engine_of(policy, config, refinement=REFINEMENT, reading=lambda *_: logits)
 
 
 def _unpredicted(name: str, actual: int) -> Request:
@@ -227,7 +204,7 @@ def test_with_a_probe_the_next_reservation_is_what_was_read_where_that_is_more_t
     reserved, planned = second
     newest_read = reserved - 5 - 90
     assert planned == 31 and planned - 3 <= newest_read < planned
-    (alone,) = _run(_engine("orca", _config(300)), [_unpredicted("a", 95)])
+    (alone,) = _run(engine_of("orca", _config(300)), [_unpredicted("a", 95)])
     assert sequence.output == alone.output
 
 
@@ -235,14 +212,8 @@ def test_with_a_probe_the_next_reservation_is_what_was_read_where_that_is_more_t
 def test_readings_that_are_always_too_short_preempt_a_logarithm_of_times(interval):
     """Reservations double nevertheless: 35, 70, 140."""
     logits = 30.0 * np.eye(BUCKETS.num)[0]
-    clock = VirtualClock()
-    executor = SimulatedExecutor(
-        _config(300),
-        clock,
-        refinement=replace(REFINEMENT, interval=interval),
-        reading=lambda *_: logits,
-    )
-    engine = Engine(executor, PRESETS["s3"], clock)
+    refinement = replace(REFINEMENT, interval=interval)
+    engine = engine_of("s3", _config(300), refinement=refinement, reading=lambda *_: logits)
     (sequence,) = engine.add(_unpredicted("a", 120))
     reserved = [tokens for tokens, _ in _reservations(engine, sequence)]
     assert reserved == [35, 70, 140]

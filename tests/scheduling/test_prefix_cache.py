@@ -10,17 +10,16 @@ import pytest
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import JaxserveError, StepMemoryError
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.scheduling.sequence import MAX_LOOKED_AT, Sequence
+from jaxserve.testing import RecordingExecutor
 from tests.memory.gate import GatedFiles
+from tests.scheduling.simulated import request_of, run_to_end
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -33,21 +32,6 @@ CONFIG = EngineConfig(
 )
 
 
-class Watched:
-    """A simulated executor that stores its plans."""
-
-    def __init__(self, config: EngineConfig, clock: VirtualClock):
-        self.config, self.swap_costs, self.refinement = config, None, None
-        self.plans: list[StepPlan] = []
-        self._simulated = SimulatedExecutor(config, clock)
-        self.host_memory = self._simulated.host_memory
-
-    def submit(self, plan: StepPlan):
-        """Store the plan, and submit it."""
-        self.plans.append(plan)
-        return self._simulated.submit(plan)
-
-
 class Server:
     """An engine that answers batches of prompts, one batch after the other."""
 
@@ -56,7 +40,7 @@ class Server:
     ):
         policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=free_share))
         self.clock = VirtualClock()
-        self.executor = Watched(config, self.clock)
+        self.executor = RecordingExecutor(SimulatedExecutor(config, self.clock))
         self.engine = Engine(self.executor, policy, self.clock, disk=disk)
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
@@ -65,12 +49,8 @@ class Server:
         self.clock.advance_to(self.clock.now() + 10)
         sequences = []
         for prompt in prompts:
-            params = SamplingParams(max_tokens=max_tokens)
-            request = Request(id=str(prompt), prompt=prompt, params=params, arrival_s=0.0)
-            sequences += self.engine.add(request)
-        while self.engine.has_work:
-            self.engine.step()
-            self.engine.scheduler.check_integrity()
+            sequences += self.engine.add(request_of(str(prompt), prompt, max_tokens=max_tokens))
+        run_to_end(self.engine)
         return [sequence.known_tokens for sequence in sequences]
 
     @property
@@ -99,7 +79,7 @@ def test_an_answer_that_begins_anew_is_looked_up_anew():
     kv = KVManager(CONFIG, PRESETS["pensieve"], lambda: 0.0)
 
     def sequence(key: int, prompt: tuple[int, ...]) -> Sequence:
-        request = Request(id=str(key), prompt=prompt, params=SamplingParams(), arrival_s=0.0)
+        request = request_of(str(key), prompt)
         return Sequence(key, request, sample_index=0, max_length=100, kv=kv.new(request))
 
     first, later = sequence(0, PROMPT), sequence(1, PROMPT[:9])
@@ -276,9 +256,7 @@ def test_a_sequence_that_is_cancelled_waits_for_no_page(tmp_path: Path):
     files.reading.shut()
     server = Server(config, disk=DiskTier(files))
     try:
-        params = SamplingParams(max_tokens=5)
-        request = Request(id="a", prompt=PROMPT, params=params, arrival_s=0.0)
-        [sequence] = server.engine.add(request)
+        [sequence] = server.engine.add(request_of("a", PROMPT, max_tokens=5))
         server.engine.step()
         assert server.engine.awaits_disk and not server.executor.plans
         server.engine.scheduler.end(sequence, "cancelled")
@@ -292,8 +270,7 @@ def test_a_sequence_that_is_cancelled_waits_for_no_page(tmp_path: Path):
 def test_the_kv_of_a_failed_sequence_is_not_found(error: JaxserveError | None):
     """What a cancelled sequence has computed is right and stays; after an error it may be wrong."""
     server = Server()
-    params = SamplingParams(max_tokens=50)
-    server.engine.add(Request(id="a", prompt=PROMPT, params=params, arrival_s=0.0))
+    server.engine.add(request_of("a", PROMPT, max_tokens=50))
     for _ in range(3):
         server.engine.step()
     server.engine.drain()
@@ -308,7 +285,6 @@ def test_prompt_log_probabilities_need_the_whole_prompt():
     server = Server()
     server.answer(PROMPT)
     server.executor.plans.clear()
-    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    server.engine.add(Request(id="again", prompt=PROMPT, params=params, arrival_s=0.0))
+    server.engine.add(request_of("again", PROMPT, max_tokens=1, prompt_logprobs=1))
     server.engine.step()
     assert server.first_rows == [(0, 18)]

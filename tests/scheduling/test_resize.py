@@ -6,11 +6,7 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.presets import PRESETS
+from tests.scheduling.simulated import engine_of, request_of, run_to_end
 
 pytestmark = pytest.mark.fast
 
@@ -27,11 +23,9 @@ CONFIG = EngineConfig(
 def test_the_last_in_order_make_room():
     """A pool without room for all preempts the newest sequences, as few as it must."""
     clock = VirtualClock()
-    engine = Engine(SimulatedExecutor(CONFIG, clock), PRESETS["orca"], clock)
-    params, sequences = SamplingParams(max_tokens=20), []
+    engine, sequences = engine_of("orca", CONFIG, clock), []
     for name in "abcd":
-        prompt = tuple(range(1, 21))
-        sequences += engine.add(Request(id=name, prompt=prompt, params=params, arrival_s=0.0))
+        sequences += engine.add(request_of(name, tuple(range(1, 21)), max_tokens=20))
         clock.advance_to(clock.now() + 1.0)
         engine.step()
     engine.drain()
@@ -40,7 +34,5 @@ def test_the_last_in_order_make_room():
     assert engine.scheduler.running == sequences[:3]
     engine.resize(11)
     assert engine.scheduler.running == sequences[:1]
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check_integrity()
+    run_to_end(engine)
     assert {len(sequence.output) for sequence in sequences} == {20}

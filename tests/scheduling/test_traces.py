@@ -85,10 +85,8 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
     num_preemptions = 0
     for seed in seeds:
         trace = Trace(seed, with_faults=seed % 2 == 0)
-        together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
+        together = trace.check(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         assert len(together) == sum(request.params.n for request in trace.requests)
-        for key, wanted in trace.expected().items():
-            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
     reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
     assert (num_preemptions == 0) == reserves_all, "who reserves less than all preempts, and must"
@@ -158,10 +156,8 @@ def test_kept_pages_are_right_although_steps_fall_short(seeds, name):
     num_hit = 0
     for seed in seeds:
         trace = Trace(seed, with_conversations=True, falls_short=True)
-        together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
+        trace.check(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
         num_hit += trace.counters["num_prefix_hit"]
-        for key, wanted in trace.expected().items():
-            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
     assert num_hit > 1000
 
 

@@ -9,8 +9,7 @@ import pytest
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.core.request import EncoderPrompts, Request
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.request import EncoderPrompts
 from jaxserve.engine.answers import Weights
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.executor import StepHandle
@@ -20,6 +19,7 @@ from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing.executors import ExecutorWrapper
+from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -34,23 +34,14 @@ PROMPT = tuple(range(1, 23))  # five full pages, and two tokens
 
 
 def _engine(config: EngineConfig = CONFIG) -> Engine:
-    clock = VirtualClock()
-    return Engine(SimulatedExecutor(config, clock), PRESETS["auto"], clock)
+    return engine_of("auto", config)
 
 
 def _answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int, name: str) -> list[int]:
     padded = EncoderPrompts(start_token_id=0, page_size=4).around(prompt)
     whole, encoded, padding = padded if engine.scheduler.config.has_encoder else (prompt, 0, 0)
-    params = SamplingParams(max_tokens=num_tokens)
-    request = Request(
-        id=name,
-        prompt=whole,
-        params=params,
-        arrival_s=0.0,
-        num_encoded=encoded,
-        num_padding=padding,
-    )
-    [sequence] = engine.add(request)
+    request = request_of(name, whole, max_tokens=num_tokens)
+    [sequence] = engine.add(replace(request, num_encoded=encoded, num_padding=padding))
     while sequence.finish_reason is None:
         engine.step()
     engine.scheduler.check_integrity()
@@ -76,9 +67,7 @@ def test_pages_are_read_while_others_run_and_again_later():
     """Steps in flight go on, and the pages of an answer that runs can be read, too."""
     engine, other = _engine(), _engine()
     wanted = _answer(_engine(), PROMPT, 12, "alone")
-    [sequence] = engine.add(
-        Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=12), arrival_s=0.0)
-    )
+    [sequence] = engine.add(request_of("a", PROMPT, max_tokens=12))
     for _ in range(3):
         engine.step()
     assert sequence.finish_reason is None
@@ -99,9 +88,7 @@ def test_pages_are_read_in_parts_while_a_prompt_is_computed():
     config = replace(CONFIG, max_step_tokens=8, token_buckets=())
     engine, other = _engine(config), _engine(config)
     wanted = _answer(_engine(), PROMPT, 10, "alone")
-    [sequence] = engine.add(
-        Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=1), arrival_s=0.0)
-    )
+    [sequence] = engine.add(request_of("a", PROMPT, max_tokens=1))
     parts: list[KVPages] = []
     pages: list[bytes] = []
     while sequence.finish_reason is None:
@@ -122,7 +109,7 @@ def test_pages_are_read_in_parts_while_a_prompt_is_computed():
 def test_a_page_on_its_way_to_the_host_is_not_read():
     """Neither before a plan copies it, nor while that plan is in flight."""
     engine = _engine(replace(CONFIG, max_step_tokens=8, token_buckets=()))
-    engine.add(Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=9), arrival_s=0.0))
+    engine.add(request_of("a", PROMPT, max_tokens=9))
     assert engine.export_kv(PROMPT, waits=False).pages == []
     engine.step()  # plans the first two pages
     assert engine.export_kv(PROMPT, waits=False).pages == []  # has them copied

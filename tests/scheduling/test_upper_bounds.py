@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets
+from tests.scheduling.simulated import certain, engine_of, request_of
 
 # One token per page.
 CONFIG = EngineConfig(
@@ -32,27 +24,14 @@ class Accepting:
     """An engine whose steps deliver the next of these numbers of tokens, and then all."""
 
     def __init__(self, *accepted: int, policy: str = "vllm_like", config: EngineConfig = CONFIG):
-        self.clock = VirtualClock()
         left = list(accepted)
-        self.executor = SimulatedExecutor(
-            config, self.clock, accepted=lambda *_: left.pop(0) if left else 100
-        )
-        self.engine = Engine(self.executor, PRESETS[policy], self.clock)
+        self.engine = engine_of(policy, config, accepted=lambda *_: left.pop(0) if left else 100)
 
     def add(self, max_tokens: int, predicted: int | None = None) -> Sequence:
         """Add a request of 4 tokens whose answer ends at its limit."""
         buckets = LengthBuckets.equal_width(100, 10)
-        prediction = None
-        if predicted is not None:
-            one = np.eye(buckets.num)[buckets.bucket_of(predicted)]
-            prediction = LengthPrediction(buckets, one)
-        request = Request(
-            id="a",
-            prompt=(1, 2, 3, 4),
-            params=SamplingParams(max_tokens=max_tokens),
-            arrival_s=0.0,
-            prediction=prediction,
-        )
+        known = None if predicted is None else certain(predicted, buckets)
+        request = request_of("a", (1, 2, 3, 4), prediction=known, max_tokens=max_tokens)
         (sequence,) = self.engine.add(request)
         return sequence
 

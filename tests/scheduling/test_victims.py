@@ -6,19 +6,15 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
-from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Victims
 from predictor import LengthBuckets
+from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(
     num_pages=400,
@@ -32,21 +28,14 @@ BUCKETS = LengthBuckets.equal_width(80, 8)
 
 def _running(num_bounded: int = 0, *, predicted: bool = True) -> tuple[Engine, list[Sequence]]:
     """Return an engine after some steps, and what runs; the first ones in order have bounds."""
-    clock, rng = VirtualClock(), np.random.default_rng(0)
-    engine = Engine(SimulatedExecutor(CONFIG, clock), PRESETS["auto"], clock)
+    rng, engine = np.random.default_rng(0), engine_of("auto", CONFIG)
     for number in range(CONFIG.max_slots):
         bound = 1e6 if number < num_bounded else None
         prediction = LengthPrediction(BUCKETS, rng.dirichlet(np.ones(BUCKETS.num)))
-        params = SamplingParams(max_tokens=80, ignore_eos=True, latency_bound=bound)
-        engine.add(
-            Request(
-                id=str(number),
-                prompt=(1,) * int(rng.integers(1, 30)),
-                params=params,
-                arrival_s=0.0,
-                prediction=prediction if predicted else None,
-            )
-        )
+        known = prediction if predicted else None
+        prompt = (1,) * int(rng.integers(1, 30))
+        params = dict(max_tokens=80, ignore_eos=True, latency_bound=bound)
+        engine.add(request_of(str(number), prompt, prediction=known, **params))
     for _ in range(12):
         engine.step()
     return engine, list(engine.scheduler.running)

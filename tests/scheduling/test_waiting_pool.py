@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.queues import WaitingPool
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
+from tests.scheduling.simulated import request_of
 
 CONFIG = EngineConfig(num_pages=40, max_slots=4, max_context=64, max_step_tokens=16, page_size=4)
 
@@ -37,10 +36,8 @@ class _ByRank:
 def _sequences(count: int, latency_bound: float | None = None) -> list[Sequence]:
     """Return sequences of no engine any more."""
     engine = Trace(0).engine(PRESETS["vllm_like"], CONFIG)
-    params = SamplingParams(max_tokens=4, latency_bound=latency_bound)
-    requests = (
-        Request(id=str(i), prompt=(1, 2), params=params, arrival_s=0.0) for i in range(count)
-    )
+    params = dict(max_tokens=4, latency_bound=latency_bound)
+    requests = (request_of(str(i), (1, 2), **params) for i in range(count))
     return [each for request in requests for each in engine.add(request)]
 
 

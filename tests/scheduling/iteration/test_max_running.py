@@ -9,33 +9,28 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.planning.simulator import Ended
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem
+from tests.scheduling.simulated import SECOND, item_of
 
 CONFIG = EngineConfig(
     num_pages=60, max_slots=6, max_context=120, max_step_tokens=64, max_decode_iterations=4
 )
-SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 
 
 def _items(seed: int, num: int, *, bounded: bool = False) -> list[WorkloadItem]:
     rng = random.Random(seed)
     return [
-        WorkloadItem(
-            prompt_token_ids=(1,) * rng.randint(1, 30),
-            num_output_tokens=(num_output := rng.randint(1, 40)),
-            max_tokens=num_output,
-            arrival_s=rng.uniform(0, 60),
-            sampling=SamplingParams(latency_bound=1e5 if bounded and i % 3 == 0 else None),
+        item_of(
+            rng.randint(1, 40),
+            rng.uniform(0, 60),
+            num_prompt=rng.randint(1, 30),
+            latency_bound=1e5 if bounded and i % 3 == 0 else None,
         )
         for i in range(num)
     ]
@@ -87,34 +82,3 @@ def test_at_most_so_many_run(limit: int):
     items = [replace(each, arrival_s=0.0) for each in _items(1, 30)]
     run = simulate(items, policy, CONFIG, SECOND, pilot=_Watch(None), progress=False)
     assert max(step.num_running for step in run.steps) == min(limit, CONFIG.max_slots)
-
-
-@pytest.mark.release
-def test_a_limit_keeps_the_tokens():
-    """Random traces with cancellations and preemptions: tokens are those of a request alone."""
-    checked = check_policy(
-        replace(PRESETS["auto"], iteration=Unified(max_running=2)), num_traces=15
-    )
-    assert checked.num_requests
-
-
-def test_a_bounded_request_does_not_wait_for_the_limit():
-    """One runs, one waits; a request with a bound of its own is admitted beside the first."""
-    items = [
-        WorkloadItem(prompt_token_ids=(1,) * 3, num_output_tokens=50, arrival_s=at, sampling=each)
-        for at, each in (
-            (0.0, SamplingParams()),
-            (0.0, SamplingParams()),
-            (5.0, SamplingParams(latency_bound=250.0)),
-        )
-    ]
-    policy = replace(PRESETS["auto"], iteration=Unified(max_running=1))
-    done = simulate(items, policy, CONFIG, SECOND, progress=False).completions
-    admitted = [c.timing.admitted_s or 0.0 for c in done]
-    assert admitted[2] < 15 and admitted[1] >= 50
-
-
-def test_a_limit_is_at_least_one():
-    """Zero is refused."""
-    with pytest.raises(InvalidConfigError, match="max_running=0"):
-        Unified(max_running=0)

@@ -10,10 +10,11 @@ import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.admission import OnDemand, Predicted
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.order import FCFS, LongestFirst, Priority
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder
@@ -22,23 +23,12 @@ from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
+from tests.scheduling.simulated import SECOND, item_of
 
-SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
     num_pages=40, max_slots=8, max_context=64, max_step_tokens=64, max_decode_iterations=8
 )
 EXEGPT = PRESETS["exegpt_rra"]
-
-
-def _item(
-    num_output: int, arrival_s: float = 0.0, *, num_prompt: int = 3, max_tokens: int | None = None
-) -> WorkloadItem:
-    return WorkloadItem(
-        prompt_token_ids=(1,) * num_prompt,
-        num_output_tokens=num_output,
-        max_tokens=max_tokens or num_output,
-        arrival_s=arrival_s,
-    )
 
 
 def _run(items: list[WorkloadItem], shape: RRA, config: EngineConfig = CONFIG) -> Simulation:
@@ -61,7 +51,7 @@ def test_three_requests_by_hand():
 
     Then nothing waits, and the third decodes on.
     """
-    run = _run([_item(6), _item(6), _item(6)], RRA(encode_batch=2, decode_iterations=3))
+    run = _run([item_of(6), item_of(6), item_of(6)], RRA(encode_batch=2, decode_iterations=3))
     assert _steps(run) == [
         ("encode", 2, 6),
         ("decode", 2, 3),
@@ -77,13 +67,13 @@ def test_three_requests_by_hand():
 def test_an_encode_phase_has_as_many_steps_as_its_prompts_need():
     """Three prompts of five tokens, in steps of eight."""
     config = replace(CONFIG, max_step_tokens=8, token_buckets=())
-    run = _run([_item(9, num_prompt=5)] * 3, RRA(encode_batch=3, decode_iterations=8), config)
+    run = _run([item_of(9, num_prompt=5)] * 3, RRA(encode_batch=3, decode_iterations=8), config)
     assert _steps(run) == [("encode", 2, 8), ("encode", 2, 7), ("decode", 3, 8)]
 
 
 def test_a_request_waits_for_the_end_of_a_decode_phase_and_no_longer():
     """B comes in the first phase of four; C after the second, when one more step is planned."""
-    items = [_item(40), _item(3, arrival_s=2.5), _item(2, arrival_s=20.5)]
+    items = [item_of(40), item_of(3, arrival_s=2.5), item_of(2, arrival_s=20.5)]
     config = replace(CONFIG, max_decode_iterations=1)
     run = _run(items, RRA(encode_batch=2, decode_iterations=4), config)
     assert [c.timing.first_token_s for c in run.completions] == [1.0, 6.0, 23.0]
@@ -91,21 +81,21 @@ def test_a_request_waits_for_the_end_of_a_decode_phase_and_no_longer():
 
 def test_an_early_end_of_all_answers_ends_the_decode_phase():
     """The host does not know that each answer has two tokens; the device stops after them."""
-    items = [_item(2, max_tokens=30)] * 3
+    items = [replace(item_of(2), max_tokens=30)] * 3
     run = _run(items, RRA(encode_batch=1, decode_iterations=20))
     assert [c.timing.first_token_s for c in run.completions] == [1.0, 3.0, 5.0]
 
 
 def test_answers_of_one_token_leave_nothing_to_decode():
     """Encode phases follow each other at once."""
-    run = _run([_item(1)] * 5, RRA(encode_batch=2, decode_iterations=20))
+    run = _run([item_of(1)] * 5, RRA(encode_batch=2, decode_iterations=20))
     assert _steps(run) == [("encode", 2, 6), ("encode", 2, 6), ("encode", 1, 3)]
     assert run.wall_s == 3.0
 
 
 def _stream(seed: int, num: int = 400) -> list[WorkloadItem]:
     rng = random.Random(seed)
-    return [_item(rng.randint(2, 60), num_prompt=rng.randint(1, 30)) for _ in range(num)]
+    return [item_of(rng.randint(2, 60), num_prompt=rng.randint(1, 30)) for _ in range(num)]
 
 
 LARGE = EngineConfig(
@@ -152,28 +142,31 @@ def test_batches_stay_even(decode_batch):
 def test_the_measured_decode_batch_is_the_papers():
     """B_D = B_E / sum of P_D(U): answers of 33 tokens decode in four phases of eight."""
     shape = RRA(encode_batch=3, decode_iterations=8)
-    running, tokens = _levels(_run([_item(33)] * 300, shape, LARGE))
+    running, tokens = _levels(_run([item_of(33)] * 300, shape, LARGE))
     assert set(running) == {12} and set(tokens) == {9}
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("shape", "setting"),
     [
-        {"encode_batch": 0},
-        {"decode_iterations": 0},
-        {"encode_tokens": 0.0},
-        {"decode_batch": -1.0},
-        {"decode_batch": float("nan")},
-        {"threshold": -0.1},
-        {"threshold": 1.0},
+        *((shape, {"encode_batch": 0}) for shape in (RRA, WAA)),
+        *((shape, {"decode_iterations": 0}) for shape in (RRA, WAA)),
+        *((shape, {"reserved_slots": -1}) for shape in (RRA, WAA, Unified)),
+        (RRA, {"encode_tokens": 0.0}),
+        (RRA, {"decode_batch": -1.0}),
+        (RRA, {"decode_batch": float("nan")}),
+        (RRA, {"threshold": -0.1}),
+        (RRA, {"threshold": 1.0}),
+        (Unified, {"max_running": 0}),
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(setting):
+def test_settings_out_of_range_are_refused(shape, setting):
     """The message names the setting."""
-    (name,) = setting
-    with pytest.raises(InvalidConfigError, match=name):
-        RRA(**{"encode_batch": 2, "decode_iterations": 2, **setting})
+    ((name, value),) = setting.items()
+    good = {} if shape is Unified else {"encode_batch": 2, "decode_iterations": 2}
+    with pytest.raises(InvalidConfigError, match=f"{name}={value}"):
+        shape(**{**good, **setting})
 
 
 POLICIES = [

@@ -10,19 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
 from predictor import Calibration, LengthBuckets, LengthDistributions, Refinement
+from tests.scheduling.simulated import engine_of, request_of
 from tests.scheduling.test_traces import PREDICTED
 
 PROBED = LengthBuckets((0, 5, 10, 20, 40))
@@ -35,41 +33,29 @@ GIVEN = LengthPrediction(
 )
 
 
-def _config(num_pages: int = 100) -> EngineConfig:
-    return EngineConfig(
-        page_size=4,
-        num_pages=num_pages,
-        max_slots=4,
-        max_context=120,
-        max_step_tokens=32,
-        max_decode_iterations=1,
-    )
+CONFIG = EngineConfig(
+    page_size=4,
+    num_pages=100,
+    max_slots=4,
+    max_context=120,
+    max_step_tokens=32,
+    max_decode_iterations=1,
+)
 
 
 def _engine(
     refinement: Refinement | None,
     reading: Callable[[Request, int, int], np.ndarray] | None = None,
     policy: str | Policy = "auto",
-    config: EngineConfig | None = None,
 ) -> Engine:
-    clock = VirtualClock()
-    executor = SimulatedExecutor(
-        config or _config(), clock, refinement=refinement, reading=reading, reads_context=False
-    )
-    chosen = PRESETS[policy] if isinstance(policy, str) else policy
-    return Engine(executor, chosen, clock)
+    probe = dict(refinement=refinement, reading=reading)
+    return engine_of(policy, CONFIG, **probe, reads_context=False)
 
 
 def _request(
     name: str = "a", length: int = 30, prediction: LengthPrediction | None = None
 ) -> Request:
-    return Request(
-        id=name,
-        prompt=(1, 2, 3),
-        params=SamplingParams(max_tokens=None, forced_length=length),
-        arrival_s=0.0,
-        prediction=prediction,
-    )
+    return request_of(name, prediction=prediction, max_tokens=None, forced_length=length)
 
 
 def _only(engine: Engine, request: Request) -> tuple[Sequence, LengthTracker]:
