@@ -23,7 +23,7 @@ FAMILIES = (
     *("gemma4", "gemma2"),
 )
 # Families with recurrent layers, which serve merged adapters only.
-RECURRENT = ("lfm2", "bamba", "qwen3_5", "qwen3_next", "nemotron_h")
+RECURRENT = ("lfm2", "bamba", "mamba", "qwen3_5", "qwen3_next", "nemotron_h")
 
 
 class Arrays:
@@ -64,7 +64,7 @@ def checkpoint_of(config, rng) -> dict[str, np.ndarray]:
 def _is_adapted(name: str, array: np.ndarray) -> bool:
     """Return whether a tensor is a matrix of a layer, and neither an expert's nor a router's."""
     in_layer = re.search(r"\.\d+\.", name) is not None
-    others = (".experts.", ".gate.weight", "expert_gate.weight", "norm", "router")
+    others = (".experts.", ".gate.weight", ".gate.wg.", "expert_gate.weight", "norm", "router")
     is_matrix = array.ndim == 2 and name.endswith("weight")
     return in_layer and is_matrix and not any(part in name for part in others)
 
