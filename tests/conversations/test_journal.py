@@ -302,7 +302,6 @@ def test_a_damaged_turn_is_an_error_of_its_conversation(tmp_path, damage):
 
 
 def test_a_read_only_journal(as_nobody):
-    """The journal is refused at once."""
     path = as_nobody / "journal"
     Journal(path).close()
     path.chmod(0o400)
@@ -350,6 +349,5 @@ def test_a_journal_that_was_taken_away(tmp_path):
     ],
 )
 def test_limits_are_checked(bad):
-    """A typed error has the given value."""
     with pytest.raises(InvalidConfigError, match=str(next(iter(bad.values())))):
         JournalLimits(**bad)

@@ -42,7 +42,6 @@ def test_none_of_those_asked_for_can():
 
 
 def test_an_unknown_name_is_refused():
-    """An unknown name is an error, also after a name that can serve."""
     with pytest.raises(ValueError, match="'thrice' is unknown; pass one of"):
         _call("twice,thrice")
 

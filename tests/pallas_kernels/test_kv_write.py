@@ -189,7 +189,6 @@ def test_a_donated_cache_is_written_in_place():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
-    """Inconsistent shapes and unknown implementations raise errors that say so."""
     inputs = make_inputs(TEST_SHAPES[0], seed=0)
     write = partial(rotate_and_write, layer=0)
     with pytest.raises(ValueError, match="group \\+ 2"):

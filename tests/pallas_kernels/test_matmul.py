@@ -62,7 +62,6 @@ def test_the_bits_of_a_row_are_its_own(transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_it_can_be_differentiated(transposed):
-    """Gradients with respect to both operands equal XLA's."""
     x, weight = _draw(5, 40, 24, transposed)
 
     def loss(x, weight, implementation):
@@ -123,7 +122,6 @@ def test_the_bits_of_a_row_of_a_group_are_those_of_a_product():
 
 
 def test_groups_can_be_differentiated():
-    """Gradients with respect to tokens and matrices equal XLA's."""
     x, weight, counts = _draw_groups((2, 0, 5), rows=8, depth=24, width=16)
 
     def loss(x, weight, implementation):
@@ -156,7 +154,6 @@ def test_under_a_mesh_xla_serves():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_that_contradict_each_other_are_refused():
-    """The error names both shapes and the orientation."""
     x, weight = _draw(4, 32, 8, False)
     with pytest.raises(ValueError, match=r"x\(4, 32\) and weight\(32, 8\).*\[out, in\]"):
         matmul(x, weight, transposed=True)

@@ -152,7 +152,6 @@ def test_what_the_kernel_leaves_to_others():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
-    """Targets that are not a list, and staged pages of another shape or dtype, are refused."""
     pages, some = jnp.zeros((2, 4, 8)), jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match=r"expected \[layers, pages, ...\]"):
         gather_pages(pages, some[None])

@@ -77,7 +77,6 @@ def test_decreasing_first_fit_by_hand():
 
 
 def test_without_a_prediction_the_longest_answer_is_reserved():
-    """ORCA does the same."""
     engine = engine_of("s3", _config(300))
     engine.add(request_of("a", max_tokens=None))
     engine.step()
@@ -104,7 +103,6 @@ def test_a_sequence_that_outgrows_its_reservation_is_swapped_and_reserves_twice_
 
 
 def test_without_room_on_the_host_the_kv_is_computed_anew():
-    """The tokens are the same."""
     request = _request("a", 10, actual=50)
     engine = engine_of("s3", _config(150, num_host_pages=20))
     (sequence,) = _run(engine, [request])

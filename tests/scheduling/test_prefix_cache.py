@@ -220,7 +220,6 @@ def test_without_host_memory_leading_pages_are_dropped_first():
 
 
 def test_other_weights_find_nothing():
-    """Cached pages belong to the weights that computed them."""
     server = Server()
     (history,) = server.answer(PROMPT)
     server.engine.forget_kept_pages(keeps_disk=True)

@@ -67,7 +67,6 @@ def test_a_batch_keeps_its_window_when_some_of_it_have_ended(ended):
 
 
 def test_releasing_a_free_slot_is_refused():
-    """A slot can be released once."""
     table = SlotTable(2, (2,))
     with pytest.raises(ValueError, match="not live"):
         table.release(0)

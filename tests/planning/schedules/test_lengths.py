@@ -78,14 +78,12 @@ def test_predicted_distributions_are_mixed():
 
 @pytest.mark.parametrize("given", [[], [-1.0, 2.0], [0.0, 0.0], [float("nan")], [[1.0]]])
 def test_weights_that_are_no_distribution_are_refused(given: list):
-    """Negative, missing, undefined or two-dimensional weights raise a typed error."""
     with pytest.raises(InvalidConfigError, match="not allowed"):
         LengthDistribution(np.array(given))
 
 
 @pytest.mark.parametrize("lengths", [[], [3, -1]])
 def test_samples_without_lengths_are_refused(lengths: list[int]):
-    """No observed length, or one below 0, raises a typed error."""
     with pytest.raises(InvalidConfigError, match="observed"):
         LengthDistribution.of_samples(lengths)
 

@@ -94,7 +94,6 @@ def test_grouped_heads_have_smaller_keys():
     ],
 )
 def test_models_have_the_parameters_of_table_1(name: str, billions: float):
-    """Within 3 %."""
     assert MODELS[name].num_params / 1e9 == pytest.approx(billions, rel=0.03)
 
 

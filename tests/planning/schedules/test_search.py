@@ -200,7 +200,6 @@ def test_a_model_that_fits_nowhere_is_named():
 
 @pytest.mark.parametrize("bound", [{"latency_s": 0.0}, {"token_s": -1.0}, {"token_s": 10**400}])
 def test_bounds_are_above_zero(bound: dict[str, float]):
-    """A bound of 0 or less raises a typed error."""
     with pytest.raises(InvalidConfigError, match="not allowed"):
         LatencyBounds(**bound)
 
