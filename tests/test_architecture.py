@@ -62,7 +62,7 @@ CORE_DEPENDENCIES = {
     *("jaxlib", "ml_dtypes"),  # parts of JAX
 }
 ARRAY_DEPENDENCIES = {
-    *("jax", "flax", "optax", "orbax", "numpy", "jaxlib", "ml_dtypes", "jaxtyping"),
+    *("jax", "flax", "optax", "orbax", "numpy", "jaxlib", "ml_dtypes", "jaxtyping")
 }
 THIRD_PARTY = {
     "predictor": ARRAY_DEPENDENCIES | {"safetensors", "tokenizers", "tqdm"},

@@ -21,11 +21,7 @@ ARROWS = {"jaxserve": {"predictor"}, "predictor": set(), "tests": set()}
             "def f():\n    from jaxserve.core import x\n",
             ["predictor/a.py:2 imports jaxserve.core.x"],
         ),
-        (
-            "jaxserve/core/a.py",
-            "import tests.tiny\n",
-            ["jaxserve/core/a.py:1 imports tests.tiny"],
-        ),
+        ("jaxserve/core/a.py", "import tests.tiny\n", ["jaxserve/core/a.py:1 imports tests.tiny"]),
         ("jaxserve/core/a.py", "import predictor\nimport numpy\n", []),
     ],
 )

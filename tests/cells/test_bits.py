@@ -58,8 +58,7 @@ def _tree(random: Random, num_leaves: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    some(["lstm", "large lstm", "gru", "tree", "large tree", "lstm loop", "gru loop"], 3),
+    "kind", some(["lstm", "large lstm", "gru", "tree", "large tree", "lstm loop", "gru loop"], 3)
 )
 def test_bits_do_not_depend_on_the_mix(kind: str):
     """Of chains, trees and loops, by kernels for small weights and for large ones."""

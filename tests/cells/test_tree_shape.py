@@ -38,12 +38,7 @@ def test_one_leaf_is_a_tree():
 
 @pytest.mark.parametrize(
     "tree",
-    [
-        (_Token.A, (_Token.B, 3)),
-        (np.int64(7), (np.int32(9), 3)),
-        (7, (9, True)),
-        ((7, 2**40), 3),
-    ],
+    [(_Token.A, (_Token.B, 3)), (np.int64(7), (np.int32(9), 3)), (7, (9, True)), ((7, 2**40), 3)],
 )
 def test_leaves_may_be_other_numbers(tree: Any):
     """They are what they were, and the shape is that of a tree of plain numbers."""

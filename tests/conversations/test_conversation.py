@@ -45,10 +45,7 @@ def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
         assert chat.token_ids == before
     # Answers of single letters: the whole history, tokenized again, has the same tokens.
     assert client.prompts[-1] == tuple(tokenizer.apply_chat_template(chat.history[:-1]))
-    assert [message["role"] for message in chat.history] == [
-        "system",
-        *(("user", "assistant") * 3),
-    ]
+    assert [message["role"] for message in chat.history] == ["system", *(("user", "assistant") * 3)]
 
 
 def test_streams_are_turns_too(tokenizer):

@@ -35,9 +35,7 @@ CONTEXTS = (1, 63, 64, 65, 511, 513, 700, 1500, 2047, 3000)
 
 
 @pytest.mark.parametrize(
-    "configuration",
-    (*CONFIGURATIONS, *INVARIANT_CONFIGURATIONS, *MOSAIC_CONFIGURATIONS),
-    ids=str,
+    "configuration", (*CONFIGURATIONS, *INVARIANT_CONFIGURATIONS, *MOSAIC_CONFIGURATIONS), ids=str
 )
 def test_agrees_with_float32(configuration):
     """Ragged batches of short and long rows agree; values that must not be read are NaN."""

@@ -139,10 +139,7 @@ def test_numbers_that_are_not_finite_are_as_in_xla(instructions):
     gate, up = (np.asarray(x, np.float32) for x in zip(*((a, b) for a in special for b in special)))  # noqa: B905
     both = np.stack([gate, up])[None]
     np.testing.assert_allclose(
-        _gate(both, instructions),
-        np.asarray(_xla_gated_silu(both)),
-        rtol=1e-5,
-        atol=1e-30,
+        _gate(both, instructions), np.asarray(_xla_gated_silu(both)), rtol=1e-5, atol=1e-30
     )
     x, scale = _normal(len(special), 40), np.ones(40, np.float32)
     x[:, 3] = special

@@ -13,12 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost, StepWork
-from jaxserve.planning import (
-    GroupCosts,
-    GroupTimes,
-    Origin,
-    measure_groups,
-)
+from jaxserve.planning import GroupCosts, GroupTimes, Origin, measure_groups
 from jaxserve.planning.profiler import measure_beside
 from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan

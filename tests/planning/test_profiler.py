@@ -29,12 +29,7 @@ CONFIGS = [
         num_host_pages=1,
     ),
     EngineConfig(
-        page_size=8,
-        num_pages=9,
-        max_slots=2,
-        max_context=20,
-        max_step_tokens=64,
-        num_host_pages=1,
+        page_size=8, num_pages=9, max_slots=2, max_context=20, max_step_tokens=64, num_host_pages=1
     ),
     replace(CONFIG, has_encoder=True),
 ]

@@ -73,9 +73,7 @@ def test_which_weights_are_in_panels():
         ("unrolled", "bfloat16", False),
     ):
         graphdef, state = abstract_model(
-            replace(config, dtype=dtype),
-            layer_layout=layout,
-            change=IN_PANELS.change,
+            replace(config, dtype=dtype), layer_layout=layout, change=IN_PANELS.change
         )
         model = nnx.merge(graphdef, state)
         # The ends of a model are not stacked.

@@ -164,11 +164,7 @@ def test_requests_that_come_together_are_predicted_together():
     late = Late()
     slow = partial(SlowExecutor, step_s=0.05)  # none has ended before it is predicted
     with Runtime(
-        tiny_llama(),
-        tokenizer=letter_tokenizer(),
-        predictor=late,
-        wrap_executor=slow,
-        **OPTIONS,
+        tiny_llama(), tokenizer=letter_tokenizer(), predictor=late, wrap_executor=slow, **OPTIONS
     ) as rt:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         end_s = time.monotonic() + 20

@@ -14,12 +14,7 @@ from jaxserve.models.store import load_model
 from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
-from tests.models.hf_checkpoints import (
-    VOCAB_SIZE,
-    greedy_shortfall,
-    torch_logits,
-    write_checkpoint,
-)
+from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, torch_logits, write_checkpoint
 
 OPTIONS = dict(
     max_slots=4,

@@ -21,11 +21,7 @@ from tests.common.tiers import some
 GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "[a-d]{50}"}, "[a-d]{50}", "abcd"),
     ({"regex": "([ab][cd]-){12}[ab]"}, "([ab][cd]-){12}[ab]", "ac-bd-"),
-    (
-        {"regex": r'(\{"key": [0-9]\}){4}'},
-        r'(\{"key": [0-9]\}){4}',
-        '{"key": 1}',
-    ),
+    ({"regex": r'(\{"key": [0-9]\}){4}'}, r'(\{"key": [0-9]\}){4}', '{"key": 1}'),
     ({"choice": ["red", "green"]}, "red|green", "red"),
 ]
 

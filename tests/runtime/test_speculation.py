@@ -171,11 +171,7 @@ def test_tensor_parallel_runtimes_speculate_too(plain):
 WAA_ON_DEMAND = replace(PRESETS["exegpt_waa_c"], admission=OnDemand())
 # Each with a pool of about 18 pages, of a half of the layers on a stage.
 PLACES: dict[str, Callable[[], dict[str, Any]]] = {
-    "stages": lambda: {
-        "mesh": StagePlan.of([1, 1]),
-        "policy": "vllm_like",
-        "kv_memory": "18KiB",
-    },
+    "stages": lambda: {"mesh": StagePlan.of([1, 1]), "policy": "vllm_like", "kv_memory": "18KiB"},
     "stages and micro-batches": lambda: {
         "mesh": StagePlan.of([1, 1], tensor=[1, 2], micro_batches=2),
         "policy": "vllm_like",

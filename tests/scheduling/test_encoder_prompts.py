@@ -48,9 +48,7 @@ def test_random_traces(policy):
     num_preempted = num_hit = 0
     for seed in range(20):
         trace = encoder_trace(
-            seed,
-            with_faults=seed % 2 == 0,
-            with_conversations=chosen.retention.keeps_pages,
+            seed, with_faults=seed % 2 == 0, with_conversations=chosen.retention.keeps_pages
         )
         together = trace.check(chosen, cancel_rate=0.02 if seed % 3 else 0.0)
         num_preempted += sum(outcome.num_preemptions for outcome in together.values())

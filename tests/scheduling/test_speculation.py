@@ -54,13 +54,7 @@ class _Loops:
         return next((found for _ in range(5) if (found := self.next_loop())), None)
 
     def ran(
-        self,
-        *,
-        plain: int,
-        wide: int,
-        seconds: float,
-        accepted: int = 0,
-        speculates: bool = False,
+        self, *, plain: int, wide: int, seconds: float, accepted: int = 0, speculates: bool = False
     ) -> None:
         """Take in a loop of iterations of both kinds, and of proposals that were accepted."""
         num_rows, most = len(self._rows), 4

@@ -17,11 +17,7 @@ from predictor import LengthBuckets
 from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(
-    num_pages=400,
-    max_slots=16,
-    max_context=200,
-    max_step_tokens=64,
-    max_decode_iterations=1,
+    num_pages=400, max_slots=16, max_context=200, max_step_tokens=64, max_decode_iterations=1
 )
 BUCKETS = LengthBuckets.equal_width(80, 8)
 

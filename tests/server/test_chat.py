@@ -139,10 +139,7 @@ def test_sampling_fields_reach_the_runtime(rt: Runtime, ai: openai.OpenAI, asked
     shared = {name: asked[name] for name in ("temperature", "seed") if name in asked}
     expected = rt.generate(CHAT, SamplingParams(**{"max_tokens": 12, **shared, **others, **params}))
     choice = _greedy(ai, **asked).choices[0]
-    assert (choice.message.content, choice.finish_reason) == (
-        expected.text,
-        expected.finish_reason,
-    )
+    assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish_reason)
 
 
 def test_seeds_have_64_bits(rt: Runtime, ai: openai.OpenAI):

@@ -22,16 +22,7 @@ from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.exchange import Exchange, Job, merged
 from jaxserve.testing import OPTIONS, ExecutorWrapper, FaultyExecutor, letter_tokenizer, tiny_llama
-from tests.server.serving import (
-    CHAT,
-    NAME,
-    client,
-    connect,
-    post,
-    request_of,
-    runtime,
-    server,
-)
+from tests.server.serving import CHAT, NAME, client, connect, post, request_of, runtime, server
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +46,7 @@ def _faulty(wrap: Callable[[Any], Any] | None = None) -> Iterator[Runtime]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_engine(stream: bool):
     """Open requests end with a server error, and from then on /health and /ready say so."""
-    with (
-        _faulty() as rt,
-        server(rt) as url,
-        client(url) as ai,
-    ):
+    with _faulty() as rt, server(rt) as url, client(url) as ai:
         assert httpx2.get(url + "/health").status_code == 200
         with pytest.raises(openai.APIError, match="engine stopped"):
             made: Any = ai.completions.create(model=NAME, prompt="a", max_tokens=50, stream=stream)
@@ -196,10 +183,7 @@ def test_a_slow_reader_does_not_prolong_the_drain():
     """A client that does not read has what is left of the limit, and not a limit of its own."""
     schema = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
     body = {"prompt": "a", "max_tokens": 40}
-    with (
-        runtime(step_s=0.02, max_decode_iterations=1) as rt,
-        ExitStack() as served,
-    ):
+    with runtime(step_s=0.02, max_decode_iterations=1) as rt, ExitStack() as served:
         url = served.enter_context(server(rt, drain_timeout_s=2.5))
         with connect(url, receive_buffer=4096) as slow, connect(url) as asking:
             slow.sendall(schema * 200)  # more than the buffers hold

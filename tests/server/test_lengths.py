@@ -36,10 +36,7 @@ class Even:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with (
-        runtime(predictor=Even(), step_s=0.03, max_decode_iterations=1) as rt,
-        server(rt) as url,
-    ):
+    with runtime(predictor=Even(), step_s=0.03, max_decode_iterations=1) as rt, server(rt) as url:
         yield url
 
 

@@ -174,10 +174,7 @@ def test_disconnect_cancels(slow: Runtime, stream: bool):
 
 def test_disconnect_before_the_first_token_cancels():
     """A client that leaves a stream while its request still waits for a slot ends the request."""
-    with (
-        runtime(step_s=0.05, max_decode_iterations=1, max_slots=1) as busy,
-        server(busy) as url,
-    ):
+    with runtime(step_s=0.05, max_decode_iterations=1, max_slots=1) as busy, server(busy) as url:
         first = busy.submit("a", SamplingParams(max_tokens=100))
         body = json.dumps({**LONG, "stream": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"

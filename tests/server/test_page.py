@@ -210,10 +210,7 @@ class Even:
 @pytest.mark.release
 def test_lengths_in_a_browser(tab: Any):
     """While an answer comes, its likely length is beside it, narrower with time; the list rests."""
-    with (
-        runtime(predictor=Even(), step_s=0.05, max_decode_iterations=1) as rt,
-        server(rt) as url,
-    ):
+    with runtime(predictor=Even(), step_s=0.05, max_decode_iterations=1) as rt, server(rt) as url:
         tab.goto(url + "/")
         expecting(tab, "#model").to_have_text(NAME)
         tab.click("summary")

@@ -180,10 +180,7 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
             "guided_json and response_format both",
         ),
         (
-            {
-                "structured_outputs": {"json": SCHEMA},
-                "response_format": {"type": "json_object"},
-            },
+            {"structured_outputs": {"json": SCHEMA}, "response_format": {"type": "json_object"}},
             "structured_outputs and response_format both",
         ),
         (

@@ -76,12 +76,7 @@ def test_penalties_read_the_text_and_not_the_context():
     config = _config(LONG)
 
     def head(slots: Any) -> Any:
-        rows = Rows(
-            slots.tokens,
-            jnp.arange(SLOTS),
-            slots.length,
-            slots.sampling.prompt_length,
-        )
+        rows = Rows(slots.tokens, jnp.arange(SLOTS), slots.length, slots.sampling.prompt_length)
         arrays = slots.sampling.processors["penalties"]
         return Penalties().apply(jnp.zeros((SLOTS, 97)), arrays, rows)
 

@@ -279,7 +279,7 @@ def test_the_oldest_entries_are_removed(tmp_path):
     assert store.read("key0") is not None  # now the newest
     store.save("key3", executable)
     assert [store.read(f"key{number}") is not None for number in range(4)] == [
-        *(True, False, True, True),
+        *(True, False, True, True)
     ]
 
 

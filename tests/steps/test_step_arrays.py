@@ -98,13 +98,7 @@ def test_masks_reach_the_head_of_a_step():
     allowed = np.zeros((2, VOCAB_SIZE), np.bool_)
     allowed[[0, 1], [7, 96]] = True
     head = jax.jit(
-        partial(
-            mixed_head,
-            graphdef=graphdef,
-            config=config,
-            probe=None,
-            variant=Variant.FULL,
-        )
+        partial(mixed_head, graphdef=graphdef, config=config, probe=None, variant=Variant.FULL)
     )
     hidden = jax.random.normal(jax.random.key(0), (config.max_slots, 32))
     masks = _words(allowed)

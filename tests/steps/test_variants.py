@@ -9,15 +9,7 @@ from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from tests.common.tiers import some
-from tests.steps.sampling import (
-    CONTEXT,
-    NUM_ROWS,
-    VOCAB,
-    num_traces,
-    random_requests,
-    request,
-    run,
-)
+from tests.steps.sampling import CONTEXT, NUM_ROWS, VOCAB, num_traces, random_requests, request, run
 
 GREEDY, RANDOM, FULL = Variant
 

@@ -115,8 +115,7 @@ def test_whole_answers_of_a_recorded_run(tmp_path):
     )
     timing = Timing(arrival_s=0.0, finished_s=1.0)
     writer.append(
-        request,
-        Completion(request_id="a", prompt_token_ids=(5, 6), samples=samples, timing=timing),
+        request, Completion(request_id="a", prompt_token_ids=(5, 6), samples=samples, timing=timing)
     )
     writer.close()
     assert read_finished(tmp_path / "run.jsonl") == [

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
 from jaxserve.cells.layout import CellLayout
-from jaxserve.cells.policies import (
-    GraphMerging,
-    IdenticalGraphs,
-    LazyBatching,
-    OneAtATime,
-    Padding,
-)
+from jaxserve.cells.policies import GraphMerging, IdenticalGraphs, LazyBatching, OneAtATime, Padding
 from jaxserve.cells.policy import CellScheduler, CellType, Task
 from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
@@ -31,10 +25,7 @@ pytestmark = pytest.mark.fast
 
 LSTM = [CellType("lstm", batch_sizes=(1, 2, 4))]
 TREE = [CellType("leaf", batch_sizes=(64,)), CellType("internal", 1, (64,))]
-SEQ2SEQ = [
-    CellType("encoder", batch_sizes=(1, 4)),
-    CellType("decoder", 1, (1, 4), is_loop=True),
-]
+SEQ2SEQ = [CellType("encoder", batch_sizes=(1, 4)), CellType("decoder", 1, (1, 4), is_loop=True)]
 # Figure 2.5 and its text; it does not name the lengths of requests 5 to 8, except that 7 is one.
 LENGTHS = (2, 3, 3, 5, 5, 7, 3, 1)
 FIGURE_2_5 = [(0.0 if i < 4 else 1.5, chain_graph(0, n)) for i, n in enumerate(LENGTHS)]

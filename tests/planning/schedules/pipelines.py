@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 
 def round_s(
-    encode_s: Sequence[float],
-    decode_s: Sequence[float],
-    num_decodes: int,
-    *,
-    num_rounds: int = 12,
+    encode_s: Sequence[float], decode_s: Sequence[float], num_decodes: int, *, num_rounds: int = 12
 ) -> float:
     """The period of RRA's rounds: each stage computes mini-batches in the same order.
 

@@ -83,10 +83,7 @@ class _Traffic:
         bulk = [AnswerLength(admitted_s=0, num_prompt=p, num_output=o) for p, o in self.bulk]
         return bulk + [
             AnswerLength(
-                admitted_s=at,
-                num_prompt=p,
-                num_output=o,
-                bounds=own_bounds(self.tight_params),
+                admitted_s=at, num_prompt=p, num_output=o, bounds=own_bounds(self.tight_params)
             )
             for at, p, o in self.tight
         ]
@@ -273,9 +270,7 @@ def test_slots_that_memory_cannot_fill_are_reserved_all_the_same():
     pages = 6 * -(-80 // CONFIG.page_size)
     planner = WAAPlanner(times=GROUPS, config=lambda: replace(CONFIG, num_pages=pages))
     each = RequestClass(
-        bounds=LatencyBounds(latency_s=1e3),
-        max_answer_tokens=30,
-        num_running=CONFIG.max_slots // 2,
+        bounds=LatencyBounds(latency_s=1e3), max_answer_tokens=30, num_running=CONFIG.max_slots // 2
     )
     plain = planner.plan(lengths, LatencyBounds(), num_lengths=64)
     plan = planner.plan(lengths, LatencyBounds(), num_lengths=64, classes=[each])

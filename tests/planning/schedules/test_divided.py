@@ -79,10 +79,7 @@ def _options(present: Division, **settings: object) -> list[DivisionOption]:
 
 def _planner(options: Sequence[DivisionOption], max_pause_s: float = 1.0) -> DividedPlanner:
     return DividedPlanner(
-        options=lambda: options,
-        config=lambda: SMALL,
-        num_moves=lambda: 0,
-        max_pause_s=max_pause_s,
+        options=lambda: options, config=lambda: SMALL, num_moves=lambda: 0, max_pause_s=max_pause_s
     )
 
 

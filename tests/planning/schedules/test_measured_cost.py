@@ -154,10 +154,7 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
         LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
     )
     deployment = measured_deployment(
-        like_a_small_model(),
-        CONFIG,
-        task.inputs.mean,
-        task.outputs.mean - 1,
+        like_a_small_model(), CONFIG, task.inputs.mean, task.outputs.mean - 1
     )
     timeline = RRATimeline(deployment, task)
     point = Points.one(0, encode_batch, num_decodes)
