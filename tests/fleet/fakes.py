@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import final
 
@@ -12,6 +14,7 @@ from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.loop import Running
+from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.replica import ReplicaCall, Started, make_call
 from jaxserve.models.families import config_from_hf
 from jaxserve.runtime import RuntimeStats
@@ -179,3 +182,15 @@ class FakeReplica:
 
     def kill(self) -> None:
         self.is_dead = True
+
+
+@contextmanager
+def serving(num_replicas: int, world: World, num_prefill: int = 0) -> Iterator[Dispatcher]:
+    """Yield a dispatcher whose replicas have started, and close it."""
+    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE, num_prefill=num_prefill)
+    try:
+        for started in dispatcher.start():
+            started.result(20)
+        yield dispatcher
+    finally:
+        dispatcher.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -23,7 +23,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.replica import make_call
-from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call
+from tests.common.waiting import until
+from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call, serving
 
 pytestmark = pytest.mark.fast
 
@@ -32,29 +33,18 @@ WAIT_S = 20
 
 @contextmanager
 def _serving(num_replicas: int, world: World, num_prefill: int = 0) -> Iterator[Dispatcher]:
-    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE, num_prefill=num_prefill)
-    try:
-        for started in dispatcher.start():
-            started.result(WAIT_S)
+    """Serve, and check that nothing is left of the requests and of the dispatcher's thread."""
+    with serving(num_replicas, world, num_prefill) as dispatcher:
         yield dispatcher
-        _until(lambda: all(state.work == 0 for state in dispatcher.replicas))
+        until(lambda: all(state.work == 0 for state in dispatcher.replicas))
         assert all(state.num_unfinished == 0 for state in dispatcher.replicas)
-    finally:
-        dispatcher.close()
-        assert not any(thread.name == "jaxserve-fleet" for thread in threading.enumerate())
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to pass"
-        time.sleep(0.001)
+    assert not any(thread.name == "jaxserve-fleet" for thread in threading.enumerate())
 
 
 def _submit_all(dispatcher: Dispatcher, world: World, count: int) -> list[Future[Completion]]:
     """Submit slow requests, and wait until each of them is with a replica."""
     futures = [dispatcher.submit(call(f"r{i}", f"slow {i}")) for i in range(count)]
-    _until(lambda: len(world.asked) == count)
+    until(lambda: len(world.asked) == count)
     return futures
 
 
@@ -68,10 +58,10 @@ def test_a_stream_goes_on_where_another_replica_has_come_as_far():
     world, pieces = World(), []
     with _serving(2, world) as dispatcher:
         future = dispatcher.submit(call("r"), pieces.append)
-        _until(lambda: len(_joined(pieces)[0]) == 5)
+        until(lambda: len(_joined(pieces)[0]) == 5)
         world.num_shown = 7
         world.replicas[world.asked_whom["r"]].is_dead = True
-        _until(lambda: len(_joined(pieces)[0]) == 7)
+        until(lambda: len(_joined(pieces)[0]) == 7)
         world.gate_is_open = True
         assert future.result(WAIT_S).token_ids == ANSWER and world.asked["r"] == 2
     tokens, text, reasons = _joined(pieces)
@@ -105,7 +95,7 @@ def test_a_prompt_is_computed_again_if_its_prefill_replica_dies():
     with _serving(1, world, num_prefill=1) as dispatcher:
         assert dispatcher.submit(call("r", PROMPT)).result(WAIT_S).token_ids == ANSWER
         assert world.taken == {"r": None}
-        _until(lambda: dispatcher.replicas[1].started is not None)
+        until(lambda: dispatcher.replicas[1].started is not None)
         assert [state.num_deaths for state in dispatcher.replicas] == [0, 1]
         world.prefills_die = False
         assert dispatcher.submit(call("s", [9, *PROMPT])).result(WAIT_S).error is None
@@ -117,7 +107,7 @@ def test_the_kv_is_sent_again_if_the_replica_that_answers_dies():
     world, pieces = World(), []
     with _serving(2, world, num_prefill=1) as dispatcher:
         future = dispatcher.submit(call("r", PROMPT), pieces.append)
-        _until(lambda: len(_joined(pieces)[0]) == 5)
+        until(lambda: len(_joined(pieces)[0]) == 5)
         world.taken.clear()
         world.replicas[world.asked_whom["r"]].is_dead = True
         world.gate_is_open = True
@@ -133,7 +123,7 @@ def test_no_prompt_is_computed_while_no_replica_can_answer():
     with _serving(1, world, num_prefill=1) as dispatcher:
         world.starts_wait = True
         dispatcher.submit(call("deadly", "deadly"))
-        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        until(lambda: dispatcher.replicas[0].num_deaths == 1)
         future, other = (dispatcher.submit(call(name, PROMPT)) for name in ("r", "s"))
         dispatcher.cancel("s")
         assert other.result(WAIT_S).finish_reason == "cancelled" and not world.prefilled
@@ -149,7 +139,7 @@ def test_another_replica_answers_if_the_chosen_one_dies_meanwhile():
     world.gate_is_open, world.prefills_wait = True, True
     with _serving(2, world, num_prefill=1) as dispatcher:
         future = dispatcher.submit(call("r", PROMPT))
-        _until(lambda: len(world.prefilled) == 1)
+        until(lambda: len(world.prefilled) == 1)
         [chosen] = [i for i in (0, 1) if dispatcher.replicas[i].work]
         assert not world.asked
         world.replicas[chosen].is_dead = True
@@ -186,7 +176,7 @@ def test_a_stream_ends_as_its_request_does():
                 ("fails", fail),
             )
         ]
-        _until(lambda: world.asked["cancelled"] and world.asked["closed"] and world.asked["fails"])
+        until(lambda: world.asked["cancelled"] and world.asked["closed"] and world.asked["fails"])
         dispatcher.cancel("cancelled")
         dispatcher.cancel("fails")
         assert [futures[i].result(WAIT_S).finish_reason for i in (0, 2)] == ["cancelled"] * 2
@@ -231,12 +221,12 @@ def test_turns_go_where_the_answers_before_were_given():
         home = world.asked_whom["a"]
         # This work outweighs the prompt's one page, but not the pages of the answer.
         busy = dispatcher.submit(call("busy", prompts["a"], max_tokens=20))
-        _until(lambda: world.asked_whom.get("busy") == home)
+        until(lambda: world.asked_whom.get("busy") == home)
         later = dispatcher.submit(call("later", [*prompts["a"], *ANSWER, 1, 2, 3]))
-        _until(lambda: "later" in world.asked_whom)
+        until(lambda: "later" in world.asked_whom)
         assert world.asked_whom["later"] == home
         world.replicas[home].kill()
-        _until(lambda: world.asked_whom["later"] != home)
+        until(lambda: world.asked_whom["later"] != home)
         world.gate_is_open = True
         assert busy.result(WAIT_S).error is None and later.result(WAIT_S).error is None
 
@@ -248,9 +238,9 @@ def test_a_death_loses_nothing():
         futures = _submit_all(dispatcher, world, 6)
         lost = set(world.replicas[0].open)
         world.replicas[0].kill()
-        _until(lambda: sum(world.asked.values()) == 9)
+        until(lambda: sum(world.asked.values()) == 9)
         assert set(world.replicas[1].open) == {f"r{i}" for i in range(6)}
-        _until(lambda: all(state.started for state in dispatcher.replicas))
+        until(lambda: all(state.started for state in dispatcher.replicas))
         assert [state.num_deaths for state in dispatcher.replicas] == [1, 0]
         assert len(world.replicas) == 3
         world.gate_is_open = True
@@ -269,7 +259,7 @@ def test_a_second_death_fails_that_request_alone():
         assert world.asked["poison"] == 2
         world.gate_is_open = True
         assert other.result(WAIT_S).error is None
-        _until(lambda: all(state.started for state in dispatcher.replicas))
+        until(lambda: all(state.started for state in dispatcher.replicas))
         later = [dispatcher.submit(call(f"later-{i}")) for i in range(6)]
         assert all(f.result(WAIT_S).error is None for f in later)
 
@@ -282,7 +272,7 @@ def test_the_only_replica_is_waited_for():
         assert dispatcher.is_serving
         world.starts_wait = True
         world.replicas[0].kill()
-        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        until(lambda: dispatcher.replicas[0].num_deaths == 1)
         second = dispatcher.submit(call("r1"))
         world.gate_is_open = True
         time.sleep(0.02)
@@ -301,7 +291,7 @@ def test_a_replica_that_cannot_be_replaced():
         world.replicas[0].kill()
         for i in range(4):
             assert dispatcher.submit(call(f"a{i}", f"other {i}")).result(WAIT_S).error is None
-        _until(lambda: dispatcher.replicas[0].error is not None)
+        until(lambda: dispatcher.replicas[0].error is not None)
         world.replicas[1].kill()
         error = dispatcher.submit(call("b")).result(WAIT_S).error
         assert isinstance(error, ReplicaDiedError) and "the disk is gone" in str(error)
@@ -331,7 +321,7 @@ def test_cancel_wherever_a_request_is():
         assert first.result(WAIT_S).finish_reason == "cancelled"
         world.starts_wait = True
         world.replicas[0].kill()
-        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        until(lambda: dispatcher.replicas[0].num_deaths == 1)
         waiting = dispatcher.submit(call("r2"))
         for name in ("r1", "r2", "unknown"):
             dispatcher.cancel(name)
@@ -372,19 +362,19 @@ def test_stats_are_those_of_the_processes_that_serve():
         world.replicas[0].kill()
         world.replicas[2].kill()
         waiting = threads.submit(dispatcher.stats)
-        _until(lambda: all(state.num_deaths for state in dispatcher.replicas))
+        until(lambda: all(state.num_deaths for state in dispatcher.replicas))
         with pytest.raises(ReplicaDiedError, match="no replica serves now"):
             dispatcher.stats(wait=False)
         assert not waiting.done()
         world.starts_wait = False
         assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
         # One that dies while it starts is not counted.
-        _until(lambda: all(state.started is not None for state in dispatcher.replicas))
+        until(lambda: all(state.started is not None for state in dispatcher.replicas))
         world.starts_wait = True
         for replica in world.replicas:
             replica.kill()
         waiting = threads.submit(dispatcher.stats)
-        _until(lambda: sum(state.num_deaths for state in dispatcher.replicas) == 6)
+        until(lambda: sum(state.num_deaths for state in dispatcher.replicas) == 6)
         dispatcher.close()
         with pytest.raises(RuntimeClosedError):
             waiting.result(WAIT_S)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -39,6 +39,7 @@ from jaxserve.runtime import Service
 from jaxserve.server import ServerOptions, running
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
+from tests.common.waiting import until
 from tests.fleet.tiny_model import CONFIG, OPTIONS
 
 PROMPTS = random_prompts(12, longest=40)
@@ -71,7 +72,7 @@ def fleet(ray, model, wanted, tmp_path_factory) -> Iterator[Fleet]:
     with Fleet(model, replicas=2, conversations=journal, **OPTIONS) as fleet:
         yield fleet
         pids = _pids(fleet)
-    _until(lambda: not any(map(_is_running, pids)))
+    until(lambda: not any(map(_is_running, pids)), WAIT_S)
     with pytest.raises(RuntimeClosedError):
         fleet.submit([1])
 
@@ -88,18 +89,11 @@ def _is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to pass"
-        time.sleep(0.05)
-
-
 @pytest.mark.release
 def test_a_killed_replica_loses_no_request(fleet, wanted):
     """After kill -9 in the middle of answers, all answers come, equal to one runtime's."""
     pending = [fleet.submit(p, s) for p, s in zip(PROMPTS, _seeded(LONG), strict=True)]
-    _until(lambda: all(state.num_unfinished for state in fleet.replicas))
+    until(lambda: all(state.num_unfinished for state in fleet.replicas), WAIT_S)
     time.sleep(0.1)
     victim = fleet.replicas[0]
     assert victim.started is not None and victim.num_unfinished > 0
@@ -108,7 +102,7 @@ def test_a_killed_replica_loses_no_request(fleet, wanted):
     assert [c.error for c in done] == [None] * len(done)
     assert [c.token_ids for c in done] == wanted.long
     assert fleet.replicas[0].num_deaths == 1
-    _until(lambda: fleet.replicas[0].started is not None)
+    until(lambda: fleet.replicas[0].started is not None, WAIT_S)
     assert victim.started.pid not in _pids(fleet)
 
 
@@ -126,12 +120,12 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
         assert first.conversation_id == "fleet"
         with ThreadPoolExecutor() as threads:
             turn = threads.submit(chat.send, PROMPTS[1], LONG[0])
-            _until(lambda: any(state.num_unfinished for state in fleet.replicas))
+            until(lambda: any(state.num_unfinished for state in fleet.replicas), WAIT_S)
             time.sleep(0.1)
             busy = [state.num_unfinished for state in fleet.replicas].index(1)
             _kill(fleet.replicas[busy])
             assert turn.result(WAIT_S).token_ids == alone.send(PROMPTS[1], LONG[0]).token_ids
-        _until(lambda: all(state.started is not None for state in fleet.replicas))
+        until(lambda: all(state.started is not None for state in fleet.replicas), WAIT_S)
         num_deaths = fleet.replicas[1 - busy].num_deaths
         _kill(fleet.replicas[1 - busy])
         again = chat.send(PROMPTS[2], SHORT).token_ids
@@ -150,7 +144,7 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
         assert chat.token_ids == alone.token_ids == rt.conversation("fleet").token_ids
         again = asyncio.run(chat.asend([1], SHORT)).token_ids
         assert rt.conversation("alone").send([1], SHORT).token_ids == again
-    _until(lambda: all(state.started is not None for state in fleet.replicas))
+    until(lambda: all(state.started is not None for state in fleet.replicas), WAIT_S)
 
 
 @pytest.mark.release
@@ -163,7 +157,7 @@ def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
     pieces += stream
     assert tuple(token for piece in pieces for token in piece.token_ids) == wanted.long[0]
     assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
-    _until(lambda: all(state.started is not None for state in fleet.replicas))
+    until(lambda: all(state.started is not None for state in fleet.replicas), WAIT_S)
 
     async def first_piece() -> tuple[int, ...]:
         async with aclosing(fleet.astream(PROMPTS[0], replace(LONG[0], seed=0))) as pieces:
@@ -171,7 +165,7 @@ def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
 
     first = asyncio.run(first_piece())
     assert first == wanted.long[0][: len(first)]
-    _until(lambda: not any(state.num_unfinished for state in fleet.replicas))
+    until(lambda: not any(state.num_unfinished for state in fleet.replicas), WAIT_S)
     with pytest.raises(EmptyPromptError):
         list(fleet.stream([]))
 
@@ -195,12 +189,12 @@ def test_requests_over_http_survive_a_killed_replica(fleet, wanted):
 
     with running(fleet, options) as url, ThreadPoolExecutor(6) as threads:
         asked = [threads.submit(ask, url, number) for number in range(6)]
-        _until(lambda: all(state.num_unfinished for state in fleet.replicas))
+        until(lambda: all(state.num_unfinished for state in fleet.replicas), WAIT_S)
         time.sleep(0.1)
         _kill(fleet.replicas[0])
         assert [tuple(one.result(WAIT_S)) for one in asked] == wanted.long[:6]
         assert httpx2.get(url + "/health").status_code == 200
-    _until(lambda: all(state.started is not None for state in fleet.replicas))
+    until(lambda: all(state.started is not None for state in fleet.replicas), WAIT_S)
 
 
 def _kill(state: ReplicaState) -> None:
@@ -264,7 +258,7 @@ def test_bad_requests_fail_alone(fleet, wanted):
 def test_a_cancelled_request_returns_what_there_is(fleet):
     """The completion has the tokens so far, whichever replica runs the request."""
     pending = fleet.submit([1, 2, 3], SamplingParams(max_tokens=None))
-    _until(lambda: sum(state.num_unfinished for state in fleet.replicas) == 1)
+    until(lambda: sum(state.num_unfinished for state in fleet.replicas) == 1, WAIT_S)
     pending.cancel()
     assert pending.result(WAIT_S).finish_reason == "cancelled"
 
@@ -427,7 +421,7 @@ def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
         assert process.stdout.read() == "200 True\n"
         assert process.wait(WAIT_S) == 0
-    _until(lambda: not _marked(mark))
+    until(lambda: not _marked(mark), WAIT_S)
 
 
 @pytest.mark.release

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from jaxserve.core.errors import (
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import random_params
 from jaxserve.testing.tiny import random_prompts
+from tests.common.waiting import until
 from tests.fleet.tiny_model import CONFIG, OPTIONS
 
 pytestmark = pytest.mark.release
@@ -103,13 +103,6 @@ def fleet(ray, model, wanted) -> Iterator[Fleet]:
         yield fleet
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to pass"
-        time.sleep(0.05)
-
-
 def _replace(fleet: Fleet, index: int) -> None:
     """Kill a replica, and wait until another process serves in its place."""
     before = fleet.replicas[index]
@@ -120,8 +113,8 @@ def _replace(fleet: Fleet, index: int) -> None:
         fleet.stats()  # which notices the death
         return fleet.replicas[index].num_deaths > before.num_deaths
 
-    _until(is_replaced)
-    _until(lambda: fleet.replicas[index].started is not None)
+    until(is_replaced, WAIT_S)
+    until(lambda: fleet.replicas[index].started is not None, WAIT_S)
 
 
 def _check(fleet: Fleet, tokens: list[tuple[int, ...]], version: int) -> None:
@@ -197,7 +190,7 @@ def test_requests_go_on_with_new_weights_and_pause(fleet):
         fleet.submit(prompt, long, on_piece=each.append)
         for prompt, each in zip(PROMPTS, pieces, strict=True)
     ]
-    _until(lambda: sum(map(bool, pieces)) >= 4)
+    until(lambda: sum(map(bool, pieces)) >= 4, WAIT_S)
     assert fleet.update_params(_params(8), running="keep") == version + 1
     fleet.pause()
     waiting = fleet.submit(PROMPTS[0], EACH)

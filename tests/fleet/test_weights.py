@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -23,29 +21,12 @@ from jaxserve.core.errors import (
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.seats import FleetUpdate, NewestWeights
 from jaxserve.runtime.weight_update import WeightUpdate
-from tests.fleet.fakes import PAGE_SIZE, World, call
+from tests.common.waiting import until
+from tests.fleet.fakes import World, call, serving
 
 pytestmark = pytest.mark.fast
 
 WAIT_S = 20
-
-
-@contextmanager
-def _serving(num_replicas: int, world: World, num_prefill: int = 0) -> Iterator[Dispatcher]:
-    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE, num_prefill=num_prefill)
-    try:
-        for started in dispatcher.start():
-            started.result(WAIT_S)
-        yield dispatcher
-    finally:
-        dispatcher.close()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to pass"
-        time.sleep(0.001)
 
 
 def _update(source: str, paths: str | None = None, **settings: Any) -> FleetUpdate:
@@ -69,7 +50,7 @@ def _all_serve(dispatcher: Dispatcher) -> bool:
 def test_every_replica_takes_them_and_versions_agree():
     """Also those that only prefill; versions are counted or given, and increase."""
     world = World()
-    with _serving(2, world, num_prefill=1) as dispatcher:
+    with serving(2, world, num_prefill=1) as dispatcher:
         assert dispatcher.update_params(_update("a")) == 1
         assert dispatcher.update_params(_update("b", version=7)) == 7
         assert _versions(dispatcher) == [7] * 3 and dispatcher.weights_version == 7
@@ -85,7 +66,7 @@ def test_weights_that_one_replica_refuses_are_used_by_none(error):
     """The others drop what they have placed, and all serve on with the old weights."""
     world = World()
     world.gate_is_open = True
-    with _serving(3, world) as dispatcher:
+    with serving(3, world) as dispatcher:
         dispatcher.update_params(_update("a"))
         world.refusals["bad", 1] = error
         with pytest.raises(type(error), match=str(error)):
@@ -102,10 +83,10 @@ def test_a_replica_that_fails_when_others_have_changed_is_replaced(error):
     """Its process ends, and the next one starts with the new weights before it serves."""
     world = World()
     world.failures["a", 0] = error
-    with _serving(2, world) as dispatcher:
+    with serving(2, world) as dispatcher:
         assert dispatcher.update_params(_update("a")) == 1
         assert world.replicas[0].is_dead and dispatcher.replicas[0].num_deaths == 1
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert _versions(dispatcher) == [1, 1]
     assert [each.weights for each in world.replicas] == [[], [("a", 1)], [("a", 1)]]
 
@@ -113,10 +94,10 @@ def test_a_replica_that_fails_when_others_have_changed_is_replaced(error):
 def test_a_replica_that_dies_before_does_not_stop_an_update():
     """Those that live take the weights; if all die of them, new processes have the old ones."""
     world = World()
-    with _serving(2, world) as dispatcher:
+    with serving(2, world) as dispatcher:
         world.refusals["a", 1] = ReplicaDiedError("killed")
         assert dispatcher.update_params(_update("a")) == 1
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert _versions(dispatcher) == [1, 1] and len(world.replicas) == 3
         for index in range(len(world.replicas)):
             world.refusals["deadly", index] = ReplicaDiedError("out of memory")
@@ -128,7 +109,7 @@ def test_a_replica_that_dies_before_does_not_stop_an_update():
 def test_a_later_process_starts_with_the_newest_weights():
     """It takes the last update of all parameters, and the parts that followed and still count."""
     world = World()
-    with _serving(1, world) as dispatcher:
+    with serving(1, world) as dispatcher:
         for update in (
             _update("first"),
             _update("whole"),
@@ -143,7 +124,7 @@ def test_a_later_process_starts_with_the_newest_weights():
             dispatcher.update_params(_update("late"))
         assert not world.replicas[1].weights
         world.starts_wait = False
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert world.replicas[1].weights == [("whole", 2), ("b", 4), ("c", 5)]
         assert _versions(dispatcher) == [5]
         assert dispatcher.update_params(_update("next")) == 6
@@ -171,13 +152,13 @@ def test_weights_that_a_later_process_cannot_take_are_its_error():
     """The fleet goes on without it, as when its model cannot be loaded."""
     world = World()
     world.gate_is_open = True
-    with _serving(2, world) as dispatcher:
+    with serving(2, world) as dispatcher:
         dispatcher.update_params(_update("a"))
         world.refusals["a", 2] = InvalidParamsError("the folder is gone")
         world.failures["b", 0] = ReplicaDiedError("killed")
         world.refusals["b", 2] = InvalidParamsError("the folder is gone")
         assert dispatcher.update_params(_update("b")) == 2
-        _until(lambda: dispatcher.replicas[0].error is not None)
+        until(lambda: dispatcher.replicas[0].error is not None)
         assert "folder is gone" in str(dispatcher.replicas[0].error)
         assert world.replicas[2].is_dead
         assert dispatcher.submit(call("r")).result(WAIT_S).error is None
@@ -187,18 +168,18 @@ def test_weights_that_a_later_process_cannot_take_are_its_error():
 def test_a_process_that_starts_during_an_update_has_its_weights():
     """It begins to serve after the update; requests of other replicas end in between."""
     world = World()
-    with _serving(2, world) as dispatcher, ThreadPoolExecutor() as threads:
+    with serving(2, world) as dispatcher, ThreadPoolExecutor() as threads:
         world.replicas[0].kill()
         runs = [dispatcher.submit(call(f"r{i}", f"slow {i}")) for i in range(2)]
-        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
-        _until(lambda: len(world.replicas[1].open) >= 1)
+        until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        until(lambda: len(world.replicas[1].open) >= 1)
         update = threads.submit(dispatcher.update_params, _update("a"))
         time.sleep(0.05)
         assert not update.done()  # a request runs
         world.gate_is_open = True
         assert update.result(WAIT_S) == 1
         assert all(run.result(WAIT_S).error is None for run in runs)
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert _versions(dispatcher) == [1, 1]
         assert world.replicas[2].weights == [("a", 1)]
 
@@ -206,7 +187,7 @@ def test_a_process_that_starts_during_an_update_has_its_weights():
 def test_updates_come_one_after_another():
     """Two threads that update at once get two versions, in one order on all replicas."""
     world = World()
-    with _serving(2, world) as dispatcher, ThreadPoolExecutor() as threads:
+    with serving(2, world) as dispatcher, ThreadPoolExecutor() as threads:
         names = [f"w{i}" for i in range(8)]
         found = list(threads.map(lambda name: dispatcher.update_params(_update(name)), names))
         assert sorted(found) == list(range(1, 9))
@@ -218,7 +199,7 @@ def test_updates_come_one_after_another():
 def test_a_pause_is_of_all_replicas_and_of_those_that_come():
     """Updates that wait for ends are refused meanwhile; a new process joins the pause."""
     world = World()
-    with _serving(2, world) as dispatcher:
+    with serving(2, world) as dispatcher:
         dispatcher.pause("keep")
         assert dispatcher.is_paused and all(each.is_paused for each in world.replicas)
         for call_ in (
@@ -229,23 +210,23 @@ def test_a_pause_is_of_all_replicas_and_of_those_that_come():
                 call_()
         world.failures["a", 0] = ReplicaDiedError("killed")
         assert dispatcher.update_params(_update("a", running="keep")) == 1
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert [each.is_paused for each in world.replicas] == [True] * 3
         dispatcher.resume()
         assert not dispatcher.is_paused
         assert [each.is_paused for each in world.replicas[1:]] == [False] * 2
         world.replicas[1].kill()
         dispatcher.pause("keep")  # which notices the death
-        _until(lambda: _all_serve(dispatcher))
+        until(lambda: _all_serve(dispatcher))
         assert dispatcher.replicas[1].num_deaths == 1 and world.replicas[3].is_paused
 
 
 def test_close_ends_an_update_that_waits():
     """It raises that the fleet was closed, and so do later ones."""
     world = World()
-    with _serving(1, world) as dispatcher, ThreadPoolExecutor() as threads:
+    with serving(1, world) as dispatcher, ThreadPoolExecutor() as threads:
         dispatcher.submit(call("r"))
-        _until(lambda: bool(world.replicas[0].open))
+        until(lambda: bool(world.replicas[0].open))
         update = threads.submit(dispatcher.update_params, _update("a"))
         time.sleep(0.02)
         dispatcher.close()
