@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
@@ -21,20 +20,10 @@ from benchmarks.common.harness import Benchmark, Record, option
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_move, measure_product
-from benchmarks.kernels.timing import (
-    OTHERS,
-    SHAPES,
-    chosen,
-    inputs,
-    num_layers,
-    relative_error,
-    time_attention,
-    time_chain,
-)
+from benchmarks.kernels.timing import OTHERS, SHAPES, Attention, chosen, num_layers, time_chain
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import planned_tiling
 from pallas_kernels.paged_attention.shapes import AttentionShape
 from pallas_kernels.quantised_matmul.shapes import Configuration as Product
 
@@ -63,15 +52,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tqdm([*shapes, *others], desc="timing kernels", delay=2, leave=False) as bar:
         for each in bar:
             if isinstance(each, AttentionShape):
-                measured = partial(
-                    _measure,
-                    each,
-                    dtype,
-                    page_dtype,
-                    machine,
-                    attention=options.attention,
-                    has_peers=options.peers,
-                )
+                measured = partial(_measure, each, dtype, page_dtype, machine, options)
                 kind, name = "shapes", each.name
             elif isinstance(each, Product):
                 measured = partial(measure_product, each, machine)
@@ -91,25 +72,13 @@ def _measure(
     dtype: jnp.dtype,
     page_dtype: jnp.dtype,
     machine: Machine,
-    *,
-    attention: str | None,
-    has_peers: bool,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     num_bytes, flops = _work(shape, dtype, page_dtype)
     layers = num_layers(_kv_bytes(shape, page_dtype))
-    q, pages, rows = inputs(shape, dtype, page_dtype, layers)
-    tiling = planned_tiling(
-        jax.devices()[0],
-        attention,
-        dtype=dtype.name,
-        page_dtype=page_dtype.name,
-        kv_heads=shape.num_kv_heads,
-        group=shape.num_heads // shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    own_s = time_attention(shape, q, pages, rows, tiling, attention)
+    attention = Attention.of(shape, dtype, page_dtype, layers, options.attention)
+    own_s = attention.seconds()
     bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
-    error = relative_error(shape, q, pages, rows, tiling, attention)
     result: dict[str, Any] = {
         "shape": shape.name,
         "rows": len(shape.rows),
@@ -121,14 +90,14 @@ def _measure(
         "bytes_per_s": num_bytes / own_s,
         "of_copy": num_bytes / own_s / machine.bytes_per_s,
         "flops_per_s": flops / own_s,
-        "error": error,
+        "error": attention.error(),
     }
     if len(parts := _parts(shape)) > 1:
         works = [_work(part, dtype, page_dtype) for part in parts]
         sum_s = sum(machine.step_s(num_bytes=work[0], flops=work[1]) for work in works)
         result |= {"parts_bound_s": sum_s, "of_parts_bound": sum_s / own_s}
-    if has_peers and page_dtype == dtype:
-        result["peers"] = peers_jax.measure(shape, q, pages, rows, time_chain)
+    if options.peers and page_dtype == dtype:
+        result["peers"] = peers_jax.measure(attention, time_chain)
     return result
 
 

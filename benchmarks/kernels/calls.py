@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common.roofline import Machine
 from benchmarks.common.timing import seconds
-from benchmarks.kernels.timing import CACHE_BYTES, CALLS
+from benchmarks.kernels.timing import CACHE_BYTES, CALLS, relative_error
 from pallas_kernels import RowsAt, matmul
 from pallas_kernels.fused_matmul.shapes import Configuration as Fused
 from pallas_kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
@@ -35,27 +35,24 @@ _WEIGHTS = 4
 
 def measure_move(configuration: Write | Copy | Cell | Fused, bytes_per_s: float) -> dict[str, Any]:
     """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
+    num_bytes: int
     if isinstance(configuration, Write):
-        num_bytes = configuration.shape.moved_bytes
-        seconds = partial(_write_seconds, configuration)
+        num_bytes, time_s = configuration.shape.moved_bytes, _write_seconds
     elif isinstance(configuration, Cell):
-        num_bytes = configuration.shape.moved_bytes
-        seconds = partial(_cell_seconds, configuration)
+        num_bytes, time_s = configuration.shape.moved_bytes, _cell_seconds
     elif isinstance(configuration, Fused):
-        num_bytes = configuration.moved_bytes
-        seconds = partial(_fused_seconds, configuration)
+        num_bytes, time_s = configuration.moved_bytes, _fused_seconds
     else:
-        num_bytes = 2 * configuration.shape.copied_bytes
-        seconds = partial(_copy_seconds, configuration)
-    own_s = seconds(None)
-    bound_s = num_bytes / bytes_per_s
+        num_bytes, time_s = 2 * configuration.shape.copied_bytes, _copy_seconds
+    seconds: Callable[[Any, str | None], float] = time_s
+    own_s, bound_s = seconds(configuration, None), num_bytes / bytes_per_s
     return {
         "shape": str(configuration),
         "seconds": own_s,
         "bound_s": bound_s,
         "of_bound": bound_s / own_s,
         "bytes_per_s": num_bytes / own_s,
-        "xla_s": seconds("xla"),
+        "xla_s": seconds(configuration, "xla"),
     }
 
 
@@ -170,8 +167,7 @@ def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
     got = jax.jit(function)(**inputs)
     with jax.default_matmul_precision("highest"):
         wanted = partial(function, implementation="xla")(x.astype(jnp.float32), weight)
-    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
-    out = got[0].size
+    out, error = got[0].size, relative_error(got, wanted)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
     num_bytes += x.nbytes + shape.tokens * out * x.dtype.itemsize
     flops = 2 * shape.tokens * shape.depth * out
@@ -188,7 +184,7 @@ def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
         "of_bound": bound_s / own_s,
         "bytes_per_s": num_bytes / own_s,
         "flops_per_s": flops / own_s,
-        "error": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
+        "error": error,
         "xla_s": xla_s,
         "dense_s": _product_seconds(matmul, x, [dense]),
     }

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from functools import partial
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, Record, option, reason, some_of
-from benchmarks.kernels.timing import chosen, num_layers
+from benchmarks.kernels.timing import chosen, num_layers, scattered
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
 CALLS = 20
@@ -47,7 +48,9 @@ def measure(attend: Attend, layers: int, device: torch.device) -> dict[str, Any]
 
     chain()
     if device.type != "cuda":
-        return {"seconds": _host_s(chain) / CALLS, "timed": "by the host"}
+        begin_s = time.perf_counter()
+        chain()
+        return {"seconds": (time.perf_counter() - begin_s) / CALLS, "timed": "by the host"}
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -60,12 +63,6 @@ def measure(attend: Attend, layers: int, device: torch.device) -> dict[str, Any]
             "reason": f"no graph: {str(error).splitlines()[0]}",
         }
     return {"seconds": _events_s(graph.replay) / CALLS, "timed": "events around a graph"}
-
-
-def _host_s(run: Callable[[], None]) -> float:
-    begin_s = time.perf_counter()
-    run()
-    return time.perf_counter() - begin_s
 
 
 def _events_s(run: Callable[[], None]) -> float:
@@ -110,20 +107,11 @@ class Case:
 
     @classmethod
     def of(
-        cls,
-        shape: AttentionShape,
-        *,
-        page_size: int,
-        layers: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        cls, shape: AttentionShape, *, page_size: int, layers: int, device: Any, dtype: Any
     ) -> Case:
         """Return the shape with pages of this size."""
-        contexts = np.asarray([context for _, context in shape.rows])
-        needed = -(-contexts // page_size)
-        pages = np.random.default_rng(0).permutation(int(needed.sum()))
-        table = np.zeros((len(contexts), int(needed.max())), np.int32)
-        table[np.arange(table.shape[1]) < needed[:, None]] = pages
+        lengths, contexts = np.asarray(shape.rows).T
+        table, num_pages = scattered(contexts, page_size)
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> torch.Tensor:
@@ -132,12 +120,11 @@ class Case:
         def whole_numbers(values: object) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, np.int32), device=device)
 
-        cache = (len(pages), page_size, shape.num_kv_heads, shape.head_dim)
-        lengths = [queries for queries, _ in shape.rows]
+        cache = (num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         return cls(
             shape=shape,
             page_size=page_size,
-            q=normal(sum(lengths), shape.num_heads, shape.head_dim),
+            q=normal(int(lengths.sum()), shape.num_heads, shape.head_dim),
             k_pages=[normal(*cache) for _ in range(layers)],
             v_pages=[normal(*cache) for _ in range(layers)],
             page_table=whole_numbers(table),
@@ -208,160 +195,121 @@ def _starts(lengths: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-@final
-class Dense:
-    """One of its backends: "flash" (FlashAttention-2) or "cudnn".
+def dense(backend: SDPBackend, case: Case) -> Attend:
+    """Return PyTorch's attention over keys that were laid out beforehand, for even rows only."""
+    shape = case.shape
+    queries, context = shape.rows[0]
+    if len(set(shape.rows)) > 1 or not (queries == 1 or queries == context):
+        raise NotImplementedError("dense: it serves contexts of one length, and whole prompts")
+    q = _batched(case, queries)
+    table = case.page_table.long()
 
-    Attributes:
-      page_size: of the pages from which dense keys are laid out.
-    """
+    def laid_out(pages: torch.Tensor) -> torch.Tensor:
+        return pages[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous()
 
-    page_size = 128
-    package = "torch"
+    keys, values = (list(map(laid_out, pages)) for pages in (case.k_pages, case.v_pages))
 
-    def __init__(self, backend: str):
-        self._backends = [
-            {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[backend]
-        ]
-
-    def prepare(self, case: Case) -> Attend:
-        """Return the call to time. Raises NotImplementedError for an unsupported shape."""
-        shape = case.shape
-        queries, context = shape.rows[0]
-        if len(set(shape.rows)) > 1 or not (queries == 1 or queries == context):
-            raise NotImplementedError("dense: it serves contexts of one length, and whole prompts")
-        batch = len(shape.rows)
-        # [batch, heads, queries, head_dim]
-        q = case.q.unflatten(0, (batch, queries)).transpose(1, 2)
-        table = case.page_table.long()
-
-        def dense(pages: torch.Tensor) -> torch.Tensor:
-            return pages[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous()
-
-        keys, values = (list(map(dense, pages)) for pages in (case.k_pages, case.v_pages))
-
-        def attend(layer: int) -> torch.Tensor:
-            with sdpa_kernel(self._backends):
-                out = scaled_dot_product_attention(
-                    q, keys[layer], values[layer], is_causal=queries > 1, enable_gqa=True
-                )
-            return out.transpose(1, 2).flatten(0, 1)
-
-        return attend
-
-
-@final
-class FlashAttention2:
-    """`flash_attn`, whose pages have at least 256 tokens."""
-
-    page_size = 256
-    package = "flash_attn"
-
-    def prepare(self, case: Case) -> Attend:
-        """Return the kernel for caches if each row has one query, else the one for ragged rows."""
-        package = importlib.import_module(self.package)
-        if case.shape.is_decode:
-            q = case.q.unsqueeze(1)  # [batch, 1, heads, head_dim]
-
-            def attend(layer: int) -> torch.Tensor:
-                out = package.flash_attn_with_kvcache(
-                    q,
-                    case.k_pages[layer],
-                    case.v_pages[layer],
-                    cache_seqlens=case.contexts,
-                    block_table=case.page_table,
-                    causal=True,
-                )
-                return out.squeeze(1)
-
-            return attend
-        longest = int(case.lengths.max()), int(case.contexts.max())
-        starts = case.query_starts
-        key_starts = torch.nn.functional.pad(case.contexts.cumsum(0, dtype=torch.int32), (1, 0))
-
-        def attend_rows(layer: int) -> torch.Tensor:
-            return package.flash_attn_varlen_func(
-                case.q,
-                case.k_pages[layer],
-                case.v_pages[layer],
-                starts,
-                key_starts,
-                *longest,
-                causal=True,
-                block_table=case.page_table,
+    def attend(layer: int) -> torch.Tensor:
+        with sdpa_kernel([backend]):
+            out = scaled_dot_product_attention(
+                q, keys[layer], values[layer], is_causal=queries > 1, enable_gqa=True
             )
+        return out.transpose(1, 2).flatten(0, 1)
 
-        return attend_rows
+    return attend
 
 
-@final
-class FlashAttention3:
-    """`flash_attn_interface`, FlashAttention-3's."""
+def _batched(case: Case, queries: int) -> torch.Tensor:
+    """[batch, heads, queries, head_dim]"""
+    return case.q.unflatten(0, (len(case.shape.rows), queries)).transpose(1, 2)
 
-    page_size = 128
-    package = "flash_attn_interface"
 
-    def prepare(self, case: Case) -> Attend:
-        """Return the kernel for ragged rows over pages, which serves every shape."""
-        package = importlib.import_module(self.package)
-        starts, longest = case.query_starts, int(case.lengths.max())
+def flash_attention_2(case: Case) -> Attend:
+    """Return the kernel for caches if each row has one query, else the one for ragged rows."""
+    package = importlib.import_module("flash_attn")
+    if case.shape.is_decode:
+        q = case.q.unsqueeze(1)  # [batch, 1, heads, head_dim]
 
         def attend(layer: int) -> torch.Tensor:
             out = package.flash_attn_with_kvcache(
-                case.q,
+                q,
                 case.k_pages[layer],
                 case.v_pages[layer],
                 cache_seqlens=case.contexts,
-                page_table=case.page_table,
-                cu_seqlens_q=starts,
-                max_seqlen_q=longest,
+                block_table=case.page_table,
                 causal=True,
             )
-            return out[0] if isinstance(out, tuple) else out
+            return out.squeeze(1)
 
         return attend
+    longest = int(case.lengths.max()), int(case.contexts.max())
+    starts = case.query_starts
+    key_starts = _starts(case.contexts)
+
+    def attend_rows(layer: int) -> torch.Tensor:
+        return package.flash_attn_varlen_func(
+            case.q,
+            case.k_pages[layer],
+            case.v_pages[layer],
+            starts,
+            key_starts,
+            *longest,
+            causal=True,
+            block_table=case.page_table,
+        )
+
+    return attend_rows
+
+
+def flash_attention_3(case: Case) -> Attend:
+    """Return the kernel for ragged rows over pages, which serves every shape."""
+    package = importlib.import_module("flash_attn_interface")
+    starts, longest = case.query_starts, int(case.lengths.max())
+
+    def attend(layer: int) -> torch.Tensor:
+        out = package.flash_attn_with_kvcache(
+            case.q,
+            case.k_pages[layer],
+            case.v_pages[layer],
+            cache_seqlens=case.contexts,
+            page_table=case.page_table,
+            cu_seqlens_q=starts,
+            max_seqlen_q=longest,
+            causal=True,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
 
 
 _BLOCK = 128
 
 
-@final
-class PagedFlex:
-    """Flex attention over the whole cache as one sequence; the mask selects each row's pages.
+def paged_flex(case: Case) -> Attend:
+    """Return flex attention over the cache as one sequence; the mask selects each row's pages."""
+    shape = case.shape
+    if len(shape.rows) > 1 and not shape.is_decode:
+        raise NotImplementedError("here it serves decoding, and prompts one by one")
+    queries = max(queries for queries, _ in shape.rows)
+    q = _batched(case, queries).contiguous()
 
-    Attributes:
-      page_size: keys of a block of its kernels.
-    """
+    def as_one_sequence(pages: torch.Tensor) -> torch.Tensor:
+        """[1, kv_heads, tokens, head_dim]"""
+        return pages.flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
 
-    page_size = _BLOCK
-    package = "torch"
+    keys, values = (list(map(as_one_sequence, pages)) for pages in (case.k_pages, case.v_pages))
+    mask = block_mask(case, queries)
+    run = flex_attention
+    if q.device.type == "cuda":
+        torch._dynamo.reset()  # for this shape alone
+        run = torch.compile(flex_attention, dynamic=False)
 
-    def prepare(self, case: Case) -> Attend:
-        """Return the call to time. Raises NotImplementedError for rows of several query lengths."""
-        shape = case.shape
-        if len(shape.rows) > 1 and not shape.is_decode:
-            raise NotImplementedError("here it serves decoding, and prompts one by one")
-        queries = max(queries for queries, _ in shape.rows)
-        # [batch, heads, queries, head_dim]
-        q = case.q.unflatten(0, (len(shape.rows), queries)).transpose(1, 2).contiguous()
+    def attend(layer: int) -> torch.Tensor:
+        out = run(q, keys[layer], values[layer], block_mask=mask, enable_gqa=True)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2).flatten(0, 1)
 
-        def as_one_sequence(pages: torch.Tensor) -> torch.Tensor:
-            """[1, kv_heads, tokens, head_dim]"""
-            return pages.flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
-
-        keys, values = (list(map(as_one_sequence, pages)) for pages in (case.k_pages, case.v_pages))
-        mask = block_mask(case, queries)
-        run = flex_attention
-        if q.device.type == "cuda":
-            torch._dynamo.reset()  # for this shape alone
-            run = torch.compile(flex_attention, dynamic=False)
-
-        def attend(layer: int) -> torch.Tensor:
-            out = run(q, keys[layer], values[layer], block_mask=mask, enable_gqa=True)
-            assert isinstance(out, torch.Tensor)
-            return out.transpose(1, 2).flatten(0, 1)
-
-        return attend
+    return attend
 
 
 def block_mask(case: Case, queries: int) -> BlockMask:
@@ -409,76 +357,58 @@ def block_mask(case: Case, queries: int) -> BlockMask:
 _WORKSPACE_BYTES = 512 << 20
 
 
-@final
-class FlashInfer:
-    """`BatchDecodeWithPagedKVCacheWrapper`, and `BatchPrefillWithPagedKVCacheWrapper`.
+def flashinfer(case: Case) -> Attend:
+    """Plan once, and return the call that runs the plan."""
+    package = importlib.import_module("flashinfer")
+    dtype, shape = case.q.dtype, case.shape
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.q.device)
+    pages = (case.page_starts, case.pages_in_order, case.last_page_lengths)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, case.page_size)
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+    if shape.is_decode:
+        # As its documentation advises for grouped queries.
+        is_grouped = shape.num_heads >= 4 * shape.num_kv_heads
+        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=is_grouped
+        )
+        wrapper.plan(*pages, *heads, **dtypes)
+    else:
+        wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(case.query_starts, *pages, *heads, causal=True, **dtypes)
 
-    Attributes:
-      page_size: as in our runtime.
-    """
+    def attend(layer: int) -> torch.Tensor:
+        return wrapper.run(case.q, (case.k_pages[layer], case.v_pages[layer]))
 
-    page_size = 32
-    package = "flashinfer"
-
-    def prepare(self, case: Case) -> Attend:
-        """Plan once, and return the call that runs the plan."""
-        package = importlib.import_module(self.package)
-        device, dtype = case.q.device, case.q.dtype
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        shape = case.shape
-        pages = (case.page_starts, case.pages_in_order, case.last_page_lengths)
-        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, case.page_size)
-        if shape.is_decode:
-            # As its documentation advises for grouped queries.
-            is_grouped = shape.num_heads >= 4 * shape.num_kv_heads
-            wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=is_grouped
-            )
-            wrapper.plan(*pages, *heads, q_data_type=dtype, kv_data_type=dtype)
-        else:
-            wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            wrapper.plan(
-                case.query_starts,
-                *pages,
-                *heads,
-                causal=True,
-                q_data_type=dtype,
-                kv_data_type=dtype,
-            )
-
-        def attend(layer: int) -> torch.Tensor:
-            return wrapper.run(case.q, (case.k_pages[layer], case.v_pages[layer]))
-
-        return attend
+    return attend
 
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3")
 
 
-class Peer(Protocol):
+@final
+@dataclass(frozen=True)
+class Peer:
     """An implementation of attention.
 
     Attributes:
-      page_size: tokens of its pages.
       package: the Python package that it needs.
+      page_size: tokens of its pages.
+      prepare: returns the call to time. Raises NotImplementedError for an unsupported shape.
     """
 
-    page_size: int
     package: str
-
-    def prepare(self, case: Case) -> Attend:
-        """Return the call to time. Raises NotImplementedError for an unsupported shape."""
-        ...
+    page_size: int
+    prepare: Callable[[Case], Attend]
 
 
 # The quickest to compile first.
-PEERS: dict[str, Peer] = {
-    "torch_flash_dense": Dense("flash"),
-    "torch_cudnn_dense": Dense("cudnn"),
-    "flash_attention_3": FlashAttention3(),
-    "flash_attention_2": FlashAttention2(),
-    "flashinfer": FlashInfer(),
-    "torch_flex_paged": PagedFlex(),
+PEERS = {
+    "torch_flash_dense": Peer("torch", 128, partial(dense, SDPBackend.FLASH_ATTENTION)),
+    "torch_cudnn_dense": Peer("torch", 128, partial(dense, SDPBackend.CUDNN_ATTENTION)),
+    "flash_attention_3": Peer("flash_attn_interface", 128, flash_attention_3),
+    "flash_attention_2": Peer("flash_attn", 256, flash_attention_2),  # its least
+    "flashinfer": Peer("flashinfer", 32, flashinfer),  # as in our runtime
+    "torch_flex_paged": Peer("torch", _BLOCK, paged_flex),
 }
 
 

@@ -16,39 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common.harness import reason
-from pallas_kernels import Rows
-from pallas_kernels.paged_attention.shapes import AttentionShape
+from benchmarks.kernels.timing import Attention
 
 # (attend, q, given, layers) -> seconds of one `attend(q, layer, given)`.
 TimeChain = Callable[[Callable[[jax.Array, int, Any], jax.Array], jax.Array, Any, int], float]
 
 
-def measure(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: dict[str, jax.Array],
-    rows: Rows,
-    time_chain: TimeChain,
-) -> dict[str, dict[str, Any]]:
+def measure(given: Attention, time_chain: TimeChain) -> dict[str, dict[str, Any]]:
     """Return by peer the `seconds` of a call, or the `reason` why there are none."""
     found: dict[str, dict[str, Any]] = {}
     for name, peer in PEERS.items():
         try:
             if jax.default_backend() != "gpu":
                 raise NotImplementedError("there is no GPU")
-            found[name] = {"seconds": peer(shape, q, pages, rows, time_chain)}
+            found[name] = {"seconds": peer(given, time_chain)}
         except Exception as error:
             found[name] = {"reason": reason(error)}
     return found
 
 
-def _paged_s(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: dict[str, jax.Array],
-    rows: Rows,
-    time_chain: TimeChain,
-) -> float:
+def _paged_s(given: Attention, time_chain: TimeChain) -> float:
+    shape, q, pages, rows = given.shape, given.q, given.pages, given.rows
     if not shape.is_decode:
         raise NotImplementedError("it has no kernel for more than one query a row")
     from jax.experimental.pallas.ops.gpu import paged_attention as peer
@@ -79,13 +67,8 @@ def splittable(page_table: jax.Array) -> tuple[jax.Array, int]:
     return jnp.pad(page_table, ((0, 0), (0, num_splits * part - width))), num_splits
 
 
-def _cudnn_paged_s(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: dict[str, jax.Array],
-    rows: Rows,
-    time_chain: TimeChain,
-) -> float:
+def _cudnn_paged_s(given: Attention, time_chain: TimeChain) -> float:
+    shape, q, pages, rows = given.shape, given.q, given.pages, given.rows
     batch, context = len(shape.rows), shape.rows[0][1]
     is_whole = batch == 1 and shape.rows[0][0] == context
     if len(set(shape.rows)) > 1 or not (shape.is_decode or is_whole):
@@ -118,13 +101,8 @@ def _cudnn_paged_s(
     return time_chain(attend, each, layers, len(layers))
 
 
-def _cudnn_s(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: dict[str, jax.Array],
-    rows: Rows,
-    time_chain: TimeChain,
-) -> float:
+def _cudnn_s(given: Attention, time_chain: TimeChain) -> float:
+    shape, q, pages, rows = given.shape, given.q, given.pages, given.rows
     batch, longest = len(shape.rows), max(context for _, context in shape.rows)
     is_whole = batch == 1 and shape.rows[0][0] == longest
     if not (shape.is_decode or is_whole):

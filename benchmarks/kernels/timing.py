@@ -6,9 +6,9 @@ Each call reads another layer of the cache, and takes its queries from the previ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from pallas_kernels.fused_matmul import shapes as fused_shapes
 from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
-from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
+from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
 from pallas_kernels.paged_attention.shapes import (
     BENCHMARK_SHAPES,
     GPU_DECODE_SHAPES,
@@ -91,90 +91,141 @@ CALLS = 20
 _CHAINS = 4
 _ROWS_COMPARED = 4
 
-# k_pages and v_pages of `paged_attention`, and their scales, if any.
-Pages = dict[str, jax.Array]
-
 
 def num_layers(kv_bytes: int) -> int:
     """Return how many layers of `kv_bytes` bytes each make every call find its pages cold."""
     return max(1, min(MAX_LAYERS, -(-CACHE_BYTES // kv_bytes)))
 
 
-def inputs(
-    shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, layers: int
-) -> tuple[jax.Array, Pages, Rows]:
-    """Return random queries, pages and rows, made on the device.
+def scattered(contexts: np.ndarray, page_size: int, *, first: int = 0) -> tuple[np.ndarray, int]:
+    """Return a table of random pages from `first` on, no two rows' the same, and their number.
 
-    Pages are scattered, and no two rows share one.
+    The table is int32 [rows, pages], 0 past a row's end.
     """
-    lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
-    contexts = np.asarray([context for _, context in shape.rows], np.int32)
-    needed = -(-contexts // shape.page_size)
-    num_pages = 1 + int(needed.sum())
-    pages = np.random.default_rng(0).permutation(np.arange(1, num_pages, dtype=np.int32))
+    needed = -(-contexts // page_size)
+    pages = np.random.default_rng(0).permutation(int(needed.sum())) + first
     table = np.zeros((len(contexts), int(needed.max())), np.int32)
     table[np.arange(table.shape[1]) < needed[:, None]] = pages
-    rows = Rows(
-        query_start=jnp.asarray(np.cumsum(lengths) - lengths, jnp.int32),
-        query_length=jnp.asarray(lengths),
-        first_position=jnp.asarray(contexts - lengths),
-        context_length=jnp.asarray(contexts),
-        page_table=jnp.asarray(table),
-    )
-    cache = (layers, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = normal(keys[0], (int(lengths.sum()), shape.num_heads, shape.head_dim), dtype)
-    made: Pages = {}
-    for name, key in zip("kv", keys[1:], strict=True):
-        made[f"{name}_pages"] = normal(key, cache, dtype)
-        if page_dtype != dtype:
-            quantized = jax.jit(partial(quantize, dtype=page_dtype))
-            made[f"{name}_pages"], made[f"{name}_scales"] = quantized(made[f"{name}_pages"])
-    return q, made, rows
+    return table, len(pages)
 
 
-def _plan(shape: AttentionShape, rows: Rows, tiling: Tiling | None) -> Plan | None:
-    if tiling is None:
-        return None
-    length = np.asarray(rows.query_length)
-    capacity = Capacity.of(
-        tiling,
-        num_tokens=sum(queries for queries, _ in shape.rows),
-        num_rows=len(length),
-        max_context=rows.page_table.shape[1] * shape.page_size,
-        is_decode=shape.is_decode,
-    )
-    return plan(
-        tiling,
-        capacity,
-        query_length=length,
-        first_position=np.asarray(rows.first_position),
-        context_length=np.asarray(rows.context_length),
-    )
+@final
+@dataclass(frozen=True)
+class Attention:
+    """A call of `paged_attention` at a shape, on random inputs.
+
+    Attributes:
+      pages: `k_pages` and `v_pages`, and their scales, if any.
+      implementation: by name; None for the platform's choice.
+      tiling: of the plan; None for an implementation without one.
+    """
+
+    shape: AttentionShape
+    q: jax.Array
+    pages: dict[str, jax.Array]
+    rows: Rows
+    implementation: str | None = None
+    tiling: Tiling | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: AttentionShape,
+        dtype: jnp.dtype,
+        page_dtype: jnp.dtype,
+        layers: int,
+        implementation: str | None = None,
+    ) -> Attention:
+        """Return random queries, pages and rows, made on the device; no two rows share a page."""
+        lengths, contexts = np.asarray(shape.rows, np.int32).T
+        table, num_pages = scattered(contexts, shape.page_size, first=1)
+        rows = Rows(
+            query_start=jnp.asarray(np.cumsum(lengths) - lengths, jnp.int32),
+            query_length=jnp.asarray(lengths),
+            first_position=jnp.asarray(contexts - lengths),
+            context_length=jnp.asarray(contexts),
+            page_table=jnp.asarray(table),
+        )
+        cache = (layers, 1 + num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        keys = jax.random.split(jax.random.key(0), 3)
+        q = normal(keys[0], (int(lengths.sum()), shape.num_heads, shape.head_dim), dtype)
+        pages: dict[str, jax.Array] = {}
+        for name, key in zip("kv", keys[1:], strict=True):
+            pages[f"{name}_pages"] = normal(key, cache, dtype)
+            if page_dtype != dtype:
+                made = jax.jit(partial(quantize, dtype=page_dtype))(pages[f"{name}_pages"])
+                pages[f"{name}_pages"], pages[f"{name}_scales"] = made
+        tiling = planned_tiling(
+            jax.devices()[0],
+            implementation,
+            dtype=dtype.name,
+            page_dtype=page_dtype.name,
+            kv_heads=shape.num_kv_heads,
+            group=shape.num_heads // shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+        return cls(shape, q, pages, rows, implementation, tiling)
+
+    def _attend(self, rows: Rows) -> Callable[..., jax.Array]:
+        most = 1 if self.shape.is_decode else None
+        return partial(paged_attention, rows=rows, max_query_length=most)
+
+    def _plan(self, rows: Rows) -> Plan | None:
+        if self.tiling is None:
+            return None
+        length = np.asarray(rows.query_length)
+        capacity = Capacity.of(
+            self.tiling,
+            num_tokens=sum(queries for queries, _ in self.shape.rows),
+            num_rows=len(length),
+            max_context=rows.page_table.shape[1] * self.shape.page_size,
+            is_decode=self.shape.is_decode,
+        )
+        return plan(
+            self.tiling,
+            capacity,
+            query_length=length,
+            first_position=np.asarray(rows.first_position),
+            context_length=np.asarray(rows.context_length),
+        )
+
+    def seconds(self) -> float:
+        """Return the seconds of one call."""
+        attend, work = self._attend(self.rows), self._plan(self.rows)
+
+        def one(q: jax.Array, layer: int, pages: Any) -> jax.Array:
+            return attend(q, layer=layer, plan=work, implementation=self.implementation, **pages)
+
+        return time_chain(one, self.q, self.pages, len(self.pages["k_pages"]))
+
+    def error(self) -> float:
+        """Return the relative norm of the difference from XLA in float32, without TF32.
+
+        The first `_ROWS_COMPARED` rows and the last row are compared.
+        """
+        shape, q = self.shape, self.q
+        index = np.unique([*range(min(_ROWS_COMPARED, len(shape.rows))), len(shape.rows) - 1])
+        some = jax.tree.map(lambda x: x[index], self.rows)
+        starts, lengths = np.asarray(some.query_start), np.asarray(some.query_length)
+        owned = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths, strict=True)])
+        if shape.is_decode:
+            owned = np.arange(len(index))
+            q, some = q[index], replace(some, query_start=jnp.asarray(owned))
+        attend = partial(self._attend(some), layer=0)
+        own = partial(attend, plan=self._plan(some), implementation=self.implementation)
+        got = jax.jit(own)(q, **self.pages)
+        # The default on GPUs is TF32, whose error is as large as the one that is measured.
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(partial(attend, implementation="xla"))
+            wanted = exact(q.astype(jnp.float32), **self.pages)
+        return relative_error(np.asarray(got)[owned], np.asarray(wanted)[owned])
 
 
-def time_attention(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: Pages,
-    rows: Rows,
-    tiling: Tiling | None,
-    attention: str | None,
-) -> float:
-    """Return the seconds of one call."""
-    attend = partial(
-        paged_attention,
-        rows=rows,
-        plan=_plan(shape, rows, tiling),
-        max_query_length=1 if shape.is_decode else None,
-        implementation=attention,
-    )
-
-    def one(q: jax.Array, layer: int, pages: Any) -> jax.Array:
-        return attend(q, layer=layer, **pages)
-
-    return time_chain(one, q, pages, len(pages["k_pages"]))
+def relative_error(got: Any, wanted: Any) -> float:
+    """Return the norm of the difference over that of the wanted values, in float32."""
+    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
 def time_chain(
@@ -195,40 +246,3 @@ def time_chain(
 
     chains = _CHAINS if jax.default_backend() == "gpu" else 1
     return seconds(jax.jit(chain), q, given, calls=chains) / CALLS
-
-
-def relative_error(
-    shape: AttentionShape,
-    q: jax.Array,
-    pages: Pages,
-    rows: Rows,
-    tiling: Tiling | None,
-    attention: str | None,
-) -> float:
-    """Return the relative norm of the difference from XLA in float32, without TF32.
-
-    The first `_ROWS_COMPARED` rows and the last row are compared.
-    """
-    index = np.unique([*range(min(_ROWS_COMPARED, len(shape.rows))), len(shape.rows) - 1])
-    some = jax.tree.map(lambda x: x[index], rows)
-    owned = np.concatenate(
-        [
-            np.arange(start, start + length)
-            for start, length in zip(
-                np.asarray(some.query_start), np.asarray(some.query_length), strict=True
-            )
-        ]
-    )
-    if shape.is_decode:
-        q, some = q[index], replace(some, query_start=jnp.arange(len(index)))
-        owned = np.arange(len(index))
-    attend = partial(
-        paged_attention, layer=0, rows=some, max_query_length=1 if shape.is_decode else None
-    )
-    work = _plan(shape, some, tiling)
-    got = jax.jit(partial(attend, plan=work, implementation=attention))(q, **pages)
-    # The default on GPUs is TF32, whose error is as large as the one that is measured.
-    with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(partial(attend, implementation="xla"))(q.astype(jnp.float32), **pages)
-    got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))

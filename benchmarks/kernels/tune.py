@@ -13,7 +13,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, Record, option, reason
 from benchmarks.common.roofline import kv_token_bytes
-from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
+from benchmarks.kernels.timing import Attention, num_layers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from pallas_kernels.paged_attention.shapes import AttentionShape
 from pallas_kernels.paged_attention.tilings import (
@@ -71,7 +71,7 @@ class WrongTilesError(JaxserveError):
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     kv_heads, group, head_dim = _heads_from(options.heads)
-    device = jax.devices()[0]
+    device, dtype = jax.devices()[0], jnp.dtype("bfloat16")
     if device.platform != "gpu":
         raise InvalidConfigError("tiles are tuned on the GPU that they are for; there is none here")
     heads = dict(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, page_size=32)
@@ -82,14 +82,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return tiling_of(entry, num_cores=cores_of(device), kv_heads=kv_heads, group=group)
 
     def tuned(entry: Entry, values: Values, shapes: Sequence[AttentionShape]) -> Entry:
-        given = [_Timed(shape, options.kind) for shape in shapes]
-        entry = descend(
-            entry,
-            values,
-            lambda entry: [each.seconds(tiling(entry)) for each in given],
-            record,
-        )
-        errors = [each.error(tiling(entry)) for each in given]
+        given = []
+        for shape in shapes:
+            kv_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
+            layers = num_layers(kv_bytes * sum(context for _, context in shape.rows))
+            given.append(Attention.of(shape, dtype, dtype, layers, options.kind))
+
+        def tiled(entry: Entry) -> list[Attention]:
+            return [replace(each, tiling=tiling(entry)) for each in given]
+
+        entry = descend(entry, values, lambda e: [each.seconds() for each in tiled(e)], record)
+        errors = [each.error() for each in tiled(entry)]
         if not all(error <= _MAX_ERROR for error in errors):  # also false for NaN
             raise WrongTilesError(f"relative errors {errors}; nothing was written")
         return entry
@@ -114,20 +117,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     record.result["best"] = entry
     write_entry(options.table, options.kind, entry)
     return record.result
-
-
-class _Timed:
-    def __init__(self, shape: AttentionShape, implementation: str):
-        dtype = jnp.dtype("bfloat16")
-        kv_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
-        layers = num_layers(kv_bytes * sum(context for _, context in shape.rows))
-        given = (shape, *inputs(shape, dtype, dtype, layers))
-        self.seconds: Callable[[Any], float] = partial(
-            time_attention, *given, attention=implementation
-        )
-        self.error: Callable[[Any], float] = partial(
-            relative_error, *given, attention=implementation
-        )
 
 
 def descend(

@@ -13,10 +13,9 @@ import pytest
 from benchmarks.common.roofline import Machine
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_product
-from benchmarks.kernels.timing import SHAPES, chosen, inputs, relative_error, time_attention
+from benchmarks.kernels.timing import SHAPES, Attention, chosen
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import planned_tiling
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape
 
 pytestmark = pytest.mark.release
@@ -51,11 +50,9 @@ def test_errors_are_of_rows_of_every_kind():
     """Errors cover the first rows and the last; they are 0 for XLA in float32, else positive."""
     (shape,) = (shape for shape in TEST_SHAPES if shape.name == "mixed")
     shape = replace(shape, rows=tuple(row for row in shape.rows if row[0]))
-    exact = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=1))
-    assert relative_error(*exact, None, "xla") == 0.0
+    assert Attention.of(shape, FLOAT32, FLOAT32, 1, "xla").error() == 0.0
     bfloat16 = jnp.dtype("bfloat16")
-    rounded = (shape, *inputs(shape, bfloat16, bfloat16, layers=1))
-    assert 1e-4 < relative_error(*rounded, None, "xla") < 1e-2
+    assert 1e-4 < Attention.of(shape, bfloat16, bfloat16, 1, "xla").error() < 1e-2
 
 
 def test_kernels_with_plans_are_timed_and_compared():
@@ -63,19 +60,9 @@ def test_kernels_with_plans_are_timed_and_compared():
     shape = AttentionShape(
         name="two", num_heads=2, num_kv_heads=1, head_dim=16, page_size=8, rows=((1, 1), (1, 37))
     )
-    given = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=2))
-    kind = "triton_interpreted"
-    tiling = planned_tiling(
-        jax.devices()[0],
-        kind,
-        dtype="float32",
-        page_dtype="float32",
-        kv_heads=1,
-        group=2,
-        head_dim=16,
-    )
-    assert relative_error(*given, tiling, kind) < 1e-5
-    assert time_attention(*given, None, "xla") > 0
+    planned = Attention.of(shape, FLOAT32, FLOAT32, 2, "triton_interpreted")
+    assert planned.tiling is not None and planned.error() < 1e-5
+    assert Attention.of(shape, FLOAT32, FLOAT32, 2, "xla").seconds() > 0
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 15, 16, 17, 128, 130, 500, 512, 4096])
@@ -102,30 +89,30 @@ def test_jax_paged_attention_is_asked_rightly(monkeypatch):
         page_size=8,
         rows=((1, 40), (1, 1), (1, 23)),
     )
-    q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
+    given = Attention.of(shape, FLOAT32, FLOAT32, 1)
     asked = []
     interpreted = functools.partial(peer.paged_attention, interpret=True)
     monkeypatch.setattr(peer, "paged_attention", interpreted)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
-    def take(attend, q, given, layers) -> float:
-        asked.append(attend(q, 0, given))
+    def take(attend, q, pages, layers) -> float:
+        asked.append(attend(q, 0, pages))
         assert layers == 1
         return 1.0
 
-    found = peers_jax.measure(shape, q, pages, rows, take)
+    found = peers_jax.measure(given, take)
     monkeypatch.undo()
     assert found["jax_paged"] == {"seconds": 1.0}
     assert "reason" in found["cudnn_dense"]  # cuDNN is not installed
-    wanted = paged_attention(q, **pages, layer=0, rows=rows, implementation="reference")
+    where = dict(layer=0, rows=given.rows, implementation="reference")
+    wanted = paged_attention(given.q, **given.pages, **where)
     np.testing.assert_allclose(asked[0], wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_peers_without_a_gpu_say_so():
     """No peer is timed, and each has a reason."""
     (shape,) = (shape for shape in TEST_SHAPES if shape.name == "one_token")
-    q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
-    found = peers_jax.measure(shape, q, pages, rows, lambda *_: 1.0)
+    found = peers_jax.measure(Attention.of(shape, FLOAT32, FLOAT32, 1), lambda *_: 1.0)
     assert found == {
         name: {"reason": "NotImplementedError: there is no GPU"} for name in peers_jax.PEERS
     }
