@@ -12,9 +12,10 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from benchmarks.common.harness import Benchmark, option, some_of
 from jaxserve.core.errors import InvalidConfigError
@@ -26,76 +27,31 @@ if TYPE_CHECKING:
 
 
 FORMATS = QUANTIZE
-
-
-class Sums(NamedTuple):
-    """Sums over tokens: minus the log-probability, the divergence, equal choices, and the tokens.
-
-    The numbers may be traced.
-    """
-
-    loss: Any
-    divergence: Any
-    same: Any
-    count: Any
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Quality:
-    """Means over tokens that are predicted.
-
-    Attributes:
-      perplexity: exp of the mean of minus the log-probability of the text's next token.
-      divergence: KL divergence in nats of the next token's distribution from the unquantised
-        model's.
-      agreement: share of tokens for which both models have the same likeliest next token.
-    """
-
-    perplexity: float
-    divergence: float
-    agreement: float
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """The highest allowed cost of a format.
-
-    Attributes:
-      perplexity_ratio: the perplexity over the unquantised model's.
-      divergence: see `Quality`.
-    """
-
-    perplexity_ratio: float
-    divergence: float
-
-
-# For models of 100 million parameters or more; larger ones lose less. "keep" rounds activations
-# only.
-LIMITS: Mapping[str, Limit] = {
-    "bf16": Limit(perplexity_ratio=1.005, divergence=0.002),
-    "int8": Limit(perplexity_ratio=1.01, divergence=0.01),
-    "int4": Limit(perplexity_ratio=1.10, divergence=0.10),
-    "fp8": Limit(perplexity_ratio=1.03, divergence=0.03),
-    "w8a8": Limit(perplexity_ratio=1.05, divergence=0.05),
-    "keep": Limit(perplexity_ratio=1.01, divergence=0.01),
+# The highest allowed perplexity over the unquantised model's, and KL divergence in nats, for models
+# of 100 million parameters or more; larger ones lose less. "keep" rounds activations only.
+LIMITS = {
+    "bf16": (1.005, 0.002),
+    "int8": (1.01, 0.01),
+    "int4": (1.10, 0.10),
+    "fp8": (1.03, 0.03),
+    "w8a8": (1.05, 0.05),
+    "keep": (1.01, 0.01),
 }
 
 
 def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: float) -> list[str]:
     """Return the figures of a format that exceed its limit."""
-    limit, found = LIMITS[name], []
+    (most_ratio, most_divergence), found = LIMITS[name], []
     ratio = figures["perplexity"] / unquantised_perplexity
     # Written so that NaN is a problem.
-    if not ratio <= limit.perplexity_ratio:
+    if not ratio <= most_ratio:
         found.append(
-            f"the perplexity is {ratio:.3f} times the unquantised model's; at most "
-            f"{limit.perplexity_ratio} is expected"
+            f"the perplexity is {ratio:.3f} times the unquantised model's; at most {most_ratio} is "
+            "expected"
         )
-    if not figures["divergence"] <= limit.divergence:
+    if not figures["divergence"] <= most_divergence:
         found.append(
-            f"the KL divergence is {figures['divergence']:.4f}; at most {limit.divergence} is "
+            f"the KL divergence is {figures['divergence']:.4f}; at most {most_divergence} is "
             "expected"
         )
     return found
@@ -107,26 +63,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if reference.tokenizer is None:
         raise InvalidConfigError(f"{options.model} has no tokenizer; give a model with one")
     texts = list(_texts(options, reference.tokenizer))
-    base, _ = _measured(texts, reference, reference)
+    base = _measured(texts, reference, reference)
     found = {}
     for name in formats:
-        model = _load(options, name)
-        quality, num_bytes = _measured(texts, reference, model)
-        print(f"{name}: {quality}", file=sys.stderr)
-        found[name] = {**asdict(quality), "weights_bytes": num_bytes}
+        found[name] = _measured(texts, reference, _load(options, name))
+        print(f"{name}: {found[name]}", file=sys.stderr)
     return {
         "model": options.model,
         "dtype": options.dtype,
         "num_texts": len(texts),
         "num_tokens": sum(len(text) - 1 for text in texts),
         "seed": options.seed,
-        "unquantised": {"perplexity": base.perplexity, "weights_bytes": _num_bytes(reference)},
+        "unquantised": {name: base[name] for name in ("perplexity", "weights_bytes")},
         "formats": found,
-        "limits": {name: asdict(LIMITS[name]) for name in formats},
+        "limits": {
+            name: dict(zip(("perplexity_ratio", "divergence"), LIMITS[name], strict=True))
+            for name in formats
+        },
         "warnings": [
             f"{name}: {problem}"
             for name in formats
-            for problem in problems(name, found[name], base.perplexity)
+            for problem in problems(name, found[name], base["perplexity"])
         ],
     }
 
@@ -142,12 +99,6 @@ def _load(options: argparse.Namespace, quantize: str | None) -> LoadedModel:
         quantize_embeddings=options.quantize_embeddings if has_choice else None,
     )
     return load_model(options.model, dtype=options.dtype, quantisation=Quantisation.of(how))
-
-
-def _num_bytes(model: LoadedModel) -> int:
-    import jax
-
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
 
 
 def _texts(options: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -174,8 +125,13 @@ def _texts(options: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[list[i
 
 def _measured(
     texts: list[list[int]], reference: LoadedModel, model: LoadedModel
-) -> tuple[Quality, int]:
-    """Return the figures of a model against the reference, and the bytes of its weights."""
+) -> dict[str, float]:
+    """Return a model's figures against the reference's, over tokens that are predicted.
+
+    The perplexity is exp of the mean of minus the log-probability of the text's next token, the
+    divergence the KL divergence of the next token's distribution in nats, and the agreement the
+    share of tokens for which both have the same likeliest next token.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -187,7 +143,7 @@ def _measured(
         return jax.nn.log_softmax(nnx.merge(graphdef, params).whole_logits(tokens[None])[0])
 
     @jax.jit
-    def sums(params: Any, others: Any, tokens: Any, length: Any) -> Sums:
+    def sums(params: Any, others: Any, tokens: Any, length: Any) -> Any:
         wanted = logits(reference.graphdef, others, tokens)[:-1]
         got = logits(model.graphdef, params, tokens)[:-1]
         counts = (jnp.arange(longest - 1) < length - 1).astype(jnp.float32)
@@ -195,19 +151,19 @@ def _measured(
         right = jnp.take_along_axis(got, tokens[1:, None], axis=-1)[:, 0]
         same = jnp.argmax(wanted, axis=-1) == jnp.argmax(got, axis=-1)
         parts = (-right, divergence, same.astype(jnp.float32), jnp.ones_like(right))
-        return Sums(*(jnp.sum(counts * part) for part in parts))
+        return jnp.stack([jnp.sum(counts * part) for part in parts])
 
-    total = Sums(0.0, 0.0, 0.0, 0.0)
+    total = np.zeros(4)
     for text in texts:
         padded = jnp.asarray(text + [0] * (longest - len(text)), jnp.int32)
-        one = sums(model.params, reference.params, padded, len(text))
-        total = Sums(*(a + float(b) for a, b in zip(total, one, strict=True)))
-    quality = Quality(
-        perplexity=math.exp(total.loss / total.count),
-        divergence=total.divergence / total.count,
-        agreement=total.same / total.count,
-    )
-    return quality, _num_bytes(model)
+        total += np.asarray(sums(model.params, reference.params, padded, len(text)), np.float64)
+    loss, divergence, same = (total[:3] / total[3]).tolist()
+    return {
+        "perplexity": math.exp(loss),
+        "divergence": divergence,
+        "agreement": same,
+        "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
+    }
 
 
 OPTIONS = (

@@ -47,8 +47,8 @@ def test_formats_and_texts_that_are_missing_are_refused(capsys):
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_worse_than_it_should_be_is_said(name):
     """A perplexity or divergence over the limit, or NaN, gives a warning each."""
-    limit = LIMITS[name]
-    good = {"perplexity": 10 * limit.perplexity_ratio, "divergence": limit.divergence}
+    ratio, divergence = LIMITS[name]
+    good = {"perplexity": 10 * ratio, "divergence": divergence}
     assert problems(name, good, 10.0) == []
     assert len(problems(name, {**good, "perplexity": good["perplexity"] * 1.01}, 10.0)) == 1
     assert len(problems(name, {"perplexity": np.nan, "divergence": np.nan}, 10.0)) == 2
