@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
@@ -20,6 +19,7 @@ from jaxserve.core.errors import (
     TurnTimeoutError,
 )
 from jaxserve.testing import SlowExecutor
+from tests.common.waiting import until
 from tests.conversations.chats import chat_tokenizer
 from tests.conversations.fakes import Connections, FakeTurnClient, conversations
 from tests.conversations.serving import PARAMS, SAID, runtime_with
@@ -178,7 +178,7 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
 
     async def cancel_both():
         sending = asyncio.create_task(chat.asend("so", ENDLESS))
-        await asyncio.to_thread(_wait_for, slow_runtime.outlook)
+        await asyncio.to_thread(until, slow_runtime.outlook)
         with pytest.raises(ConversationBusyError):
             await chat.asend("ho")
         sending.cancel()
@@ -194,7 +194,7 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
 
     asyncio.run(cancel_both())
     assert chat.token_ids == before
-    _wait_for(lambda: not slow_runtime.outlook())
+    until(lambda: not slow_runtime.outlook())
     assert asyncio.run(chat.asend("so", PARAMS)).token_ids == expected
 
 
@@ -220,13 +220,6 @@ def test_answers_that_do_not_come_in_time(slow_runtime):
             turn()
         assert chat.turns == ()
     assert shown
-    _wait_for(lambda: not slow_runtime.outlook())
+    until(lambda: not slow_runtime.outlook())
     pieces = list(chat.stream("hi", PARAMS, timeout_s=30))
     assert pieces[-1].finish_reason == "length" and len(chat.turns) == 1
-
-
-def _wait_for(condition, timeout_s: float = 30.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
