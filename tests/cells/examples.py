@@ -18,11 +18,9 @@ class OneSecond:
     """A cost of one second for every task, and nothing for the host."""
 
     def task_s(self, cell: str, batch: int) -> float:
-        """Return one second."""
         return 1.0
 
     def host_s(self, num_tasks: int) -> float:
-        """Return zero seconds."""
         return 0.0
 
 

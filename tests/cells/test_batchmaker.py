@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.batchmaker import BatchMaker
-from jaxserve.cells.cell_graph import cell_graph, chain_graph
+from jaxserve.cells.cell_graph import cell_graph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
-from jaxserve.cells.policy import CellType, Task, groups_of
+from jaxserve.cells.policy import Task, groups_of
 from jaxserve.cells.simulation import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
@@ -25,174 +25,10 @@ from tests.common.tiers import some
 
 pytestmark = pytest.mark.fast
 
-A = CellType("a", priority=0, batch_sizes=(1, 2, 4))
-B = CellType("b", priority=1, batch_sizes=(1, 2, 4))
-
-
-def scheduler(*types: CellType, workers: int = 1, tasks: int = 5, early: bool = True):
-    """Return a scheduler of BatchMaker."""
-    policy = BatchMaker(max_tasks_to_submit=tasks, releases_at_submission=early)
-    return policy.new_scheduler(types, workers)
-
-
-def single(type: int):
-    """Return a graph of one node."""
-    return chain_graph(type, 1)
-
 
 def nodes_of(tasks: Sequence[Task]) -> list[list[int]]:
     """Return the nodes of tasks."""
     return [list(task.nodes) for task in tasks]
-
-
-def test_a_type_with_a_full_batch_goes_first():
-    """It goes before one of higher priority without a full batch (line 5)."""
-    chooser = scheduler(A, B)
-    for key in range(4):
-        chooser.add(key, single(0), 10 * key, 0.0)
-    chooser.add(9, single(1), 90, 0.0)
-    assert [task.type for task in chooser.schedule(0, 0.0)] == [0]
-
-
-def test_a_type_without_running_tasks_goes_before_others():
-    """A type of higher priority with a running task waits (lines 6 and 7)."""
-    chooser = scheduler(A, B, tasks=1)
-    chooser.add(0, chain_graph(1, 3), 0, 0.0)
-    chooser.add(1, single(0), 10, 0.0)
-    assert [task.type for task in chooser.schedule(0, 0.0)] == [1]
-    assert [task.type for task in chooser.schedule(0, 0.0)] == [0]
-    assert [task.type for task in chooser.schedule(0, 0.0)] == [1]
-
-
-def test_priority_decides_among_equals():
-    """The highest priority of the candidates wins (line 10)."""
-    chooser = scheduler(A, B)
-    chooser.add(0, single(0), 0, 0.0)
-    chooser.add(1, single(1), 10, 0.0)
-    assert [task.type for task in chooser.schedule(0, 0.0)] == [1]
-
-
-def test_at_most_max_tasks_are_submitted_together():
-    """The tasks follow each other in one subgraph (lines 14 to 19)."""
-    chooser = scheduler(A, tasks=3)
-    chooser.add(0, chain_graph(0, 5), 0, 0.0)
-    chooser.add(1, chain_graph(0, 2), 10, 0.0)
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[0, 10], [1, 11], [2]]
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[3], [4]]
-    assert chooser.schedule(0, 0.0) == []
-
-
-def test_later_tasks_have_the_least_batch_at_least():
-    """The first task may be smaller, so that nothing waits for ever (line 16)."""
-    chooser = scheduler(CellType("a", batch_sizes=(2, 4)))
-    chooser.add(0, chain_graph(0, 3), 0, 0.0)
-    chooser.add(1, chain_graph(0, 2), 10, 0.0)
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[0, 10], [1, 11]]
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[2]]
-
-
-def test_a_new_request_joins_and_a_finished_one_leaves():
-    """Figure 2.5: the batch changes from task to task."""
-    chooser = scheduler(A, tasks=1)
-    for key, length in enumerate((2, 3, 3, 5, 5)):
-        chooser.add(key, chain_graph(0, length), 10 * key, 0.0)
-    finished = []
-    batches = []
-    for _ in range(3):
-        (task,) = chooser.schedule(0, 0.0)
-        batches.append(list(task.nodes))
-        finished.append(chooser.complete([task]))
-    assert batches == [[0, 10, 20, 30], [1, 11, 21, 31], [12, 22, 32, 40]]
-    assert finished == [[], [0], [1, 2]]
-
-
-def test_a_subgraph_is_pinned_while_its_tasks_run():
-    """Another worker may have it when they have completed (lines 20, 21 and 27)."""
-    chooser = scheduler(A, workers=2, tasks=1)
-    chooser.add(0, chain_graph(0, 3), 0, 0.0)
-    (first,) = chooser.schedule(0, 0.0)
-    assert chooser.schedule(1, 0.0) == []
-    chooser.complete([first])
-    (second,) = chooser.schedule(1, 0.0)
-    assert second.worker == 1 and list(second.nodes) == [1]
-    assert chooser.schedule(0, 0.0) == []
-
-
-def test_a_subgraph_waits_for_what_it_depends_on():
-    """Until completion, or until it was submitted to the worker that runs it then."""
-    graph = cell_graph((0, 0, 1), ((), (), (0, 1)), (1, 1, 1))
-    late, early = (scheduler(A, B, workers=2, early=value) for value in (False, True))
-    for chooser in (late, early):
-        chooser.add(0, graph, 0, 0.0)
-    (task,) = late.schedule(0, 0.0)
-    assert late.schedule(0, 0.0) == []
-    late.complete([task])
-    assert nodes_of(late.schedule(1, 0.0)) == [[2]]
-    early.schedule(0, 0.0)
-    assert early.schedule(1, 0.0) == []
-    assert nodes_of(early.schedule(0, 0.0)) == [[2]]
-
-
-def test_a_subgraph_after_two_workers_waits_for_both():
-    """Tasks of two workers have no order, so it may run when they have completed."""
-    graph = cell_graph((0, 0, 1), ((), (), (0, 1)), (1, 1, 1))
-    chooser = scheduler(CellType("a", batch_sizes=(1,)), B, workers=2, tasks=1)
-    chooser.add(0, graph, 0, 0.0)
-    (one,), (other,) = chooser.schedule(0, 0.0), chooser.schedule(1, 0.0)
-    assert chooser.schedule(0, 0.0) == chooser.schedule(1, 0.0) == []
-    chooser.complete([one])
-    assert chooser.schedule(0, 0.0) == []
-    chooser.complete([other])
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[2]]
-
-
-def test_a_cancelled_graph_leaves():
-    """No later task has its nodes, and tasks that run are completed."""
-    chooser = scheduler(A, tasks=1)
-    chooser.add(0, chain_graph(0, 5), 0, 0.0)
-    chooser.add(1, chain_graph(0, 5), 10, 0.0)
-    (task,) = chooser.schedule(0, 0.0)
-    chooser.cancel(0)
-    assert nodes_of(chooser.schedule(0, 0.0)) == [[11]]
-    assert chooser.complete([task]) == []
-    chooser.cancel(1)
-    assert not chooser.has_work
-    assert chooser.schedule(0, 0.0) == []
-
-
-def test_a_loop_runs_until_it_ends():
-    """Steps that were submitted before the end was known have no effect."""
-    loop = CellType("loop", batch_sizes=(1, 2, 4), is_loop=True)
-    chooser = scheduler(loop, A, tasks=2)
-    chooser.add(0, cell_graph((0, 1), ((), (0,)), (9, 1)), 0, 0.0)
-    one, two = chooser.schedule(0, 0.0)
-    three, four = chooser.schedule(0, 0.0)
-    assert nodes_of([one, two, three, four]) == [[0]] * 4
-    assert chooser.complete([one]) == []
-    assert chooser.complete([two], [{0}]) == []
-    (after,) = chooser.schedule(0, 0.0)
-    assert list(after.nodes) == [1]
-    assert chooser.complete([three], [{0}]) == chooser.complete([four], [{0}]) == []
-    assert chooser.complete([after]) == [0]
-
-
-def test_a_loop_ends_at_its_limit():
-    """The executor need not say so."""
-    chooser = scheduler(CellType("loop", is_loop=True))
-    chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
-    tasks = chooser.schedule(0, 0.0)
-    assert len(tasks) == 3
-    assert [chooser.complete([task]) for task in tasks] == [[], [], [0]]
-
-
-def test_a_loop_stays_on_its_worker():
-    """Its state lies there, also while none of its steps is submitted."""
-    chooser = scheduler(CellType("loop", is_loop=True), workers=2, tasks=1)
-    chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
-    (first,) = chooser.schedule(0, 0.0)
-    chooser.complete([first])
-    assert chooser.schedule(1, 0.0) == []
-    assert len(chooser.schedule(0, 0.0)) == 1
 
 
 def test_loops_of_loops_are_subgraphs_of_their_own():
@@ -301,8 +137,8 @@ def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes)
     assert [step.num_rows for step in engine.recorder.records.steps] == sizes
 
 
-@pytest.mark.parametrize("num_workers", some([1, 2, 3]))
-@pytest.mark.parametrize("has_loops", some([True, False]))
+@pytest.mark.parametrize("num_workers", some([1, 2, 3], 0, 1))
+@pytest.mark.parametrize("has_loops", [True, False])
 @given(st.data())
 def test_it_decides_as_algorithm_1_does(has_loops: bool, num_workers: int, data: st.DataObject):
     """Its tasks are those of the algorithm node by node, also under cancellations.

@@ -23,6 +23,7 @@ from jaxserve.cells.models import (
 )
 from jaxserve.cells.programs import CellPrograms
 from jaxserve.core.errors import NumericalError
+from jaxserve.testing import ExecutorWrapper, WrapAll
 from pallas_kernels import build
 from tests.cells.models.alone import evaluate
 
@@ -60,48 +61,37 @@ def test_answers_are_those_of_the_modules(name):
             np.testing.assert_allclose(got[state], wanted, rtol=1e-5, atol=1e-6)
 
 
-class Watched:
+class Watched(ExecutorWrapper):
     """An executor that notes the types of submitted tasks, and when results are collected."""
 
     def __init__(self, inner: Any):
-        self._inner = inner
+        super().__init__(inner)
         self.seen: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def submit(self, worker: int, tasks: Any) -> list[Any]:
         self.seen.append(f"type {tasks[0].type}")
-        return [WatchedHandle(handle, self.seen) for handle in self._inner.submit(worker, tasks)]
+        return [WatchedHandle(handle, self.seen) for handle in self.inner.submit(worker, tasks)]
 
 
-class WatchedHandle:
-    """See `Watched`."""
+class WatchedHandle(ExecutorWrapper):
+    """The handle of such a task."""
 
     def __init__(self, inner: Any, seen: list[str]):
-        self._inner = inner
+        super().__init__(inner)
         self._seen = seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def collect(self) -> Any:
         self._seen.append("collected")
-        return self._inner.collect()
+        return self.inner.collect()
 
 
 def test_pairs_of_a_tree_run_before_the_results_of_its_leaves_are_collected():
     """No request waits for those. A small call runs at once, so all is then collected together."""
     model, _ = _model("tree")
-    executors: list[Watched] = []
-
-    def watch(executor: Any) -> Any:
-        executors.append(Watched(executor))
-        return executors[0]
-
-    with CellRuntime(model.cells, model.unfold, warmup=False, wrap_executor=watch) as rt:
+    watched = WrapAll(Watched)
+    with CellRuntime(model.cells, model.unfold, warmup=False, wrap_executor=watched) as rt:
         rt.generate([((1, 2), 3)], progress=False)
-    assert executors[0].seen == ["type 0", "type 1", "collected", "collected"]
+    assert watched.executors[0].seen == ["type 0", "type 1", "collected", "collected"]
 
 
 @pytest.mark.parametrize("name", ["lstm", "tree"])

@@ -96,7 +96,6 @@ def test_a_node_stands_for_its_output():
 
 
 def test_inputs_without_a_name_are_refused_if_there_are_several():
-    """The error has the names."""
     with pytest.raises(UnknownInputError, match="2 inputs without a name.*'left', 'right'"):
         merge_cell()(0.0, 0.0)
     for given in ({"x": 1}, {"y": 1}):
@@ -112,7 +111,6 @@ def test_a_number_must_fit_the_dtype(value):
 
 
 def test_an_output_of_another_shape_is_refused():
-    """The error names the output and both shapes."""
     cell = chain_cell()
     with pytest.raises(InputMismatchError, match=r"output 'h' of node chain\[0\].*int32\[\]"):
         cell(x=cell(x=1, h=0.0)["h"], h=0.0)
@@ -366,7 +364,6 @@ def test_only_emitted_outputs_have_steps():
 
 
 def test_batch_sizes_increase():
-    """Sizes that do not increase are refused."""
     with pytest.raises(InvalidCellError, match="batch_sizes"):
         chain_cell(batch_sizes=(4, 2))
 

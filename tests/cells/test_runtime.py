@@ -32,6 +32,7 @@ from jaxserve.core.errors import (
     TooManyNodesError,
     UnfoldError,
 )
+from jaxserve.testing import ExecutorWrapper
 from tests.cells import modules
 from tests.cells.modules import SIZE, distance
 
@@ -363,7 +364,6 @@ def test_values_are_streamed(runtime: CellRuntime):
 
 
 def test_asyncio_twins(runtime: CellRuntime):
-    """They return the same."""
     item = Answer(5)
 
     async def run() -> tuple[Any, list[Any]]:
@@ -432,10 +432,8 @@ def test_eight_devices():
     items[5::20] = [Number(-1.0)] * 6
     items[9::40] = ["then takes"] * 3
     errors = {Number(-1.0): NumericalError, "then takes": InvalidGraphError}
-    cells, memory = list(CELLS.values()), "64KiB"
-    with CellRuntime(
-        cells, unfold, slot_memory=memory, warmup=False, progress=False, **options
-    ) as rt:
+    options |= {"slot_memory": "64KiB", "warmup": False, "progress": False}
+    with CellRuntime(list(CELLS.values()), unfold, **options) as rt:
         pending = []
         for number, item in enumerate(items):
             pending.append(rt.submit(item))
@@ -500,14 +498,8 @@ def test_close_ends_everything():
         rt.generate([])
 
 
-class Broken:
+class Broken(ExecutorWrapper):
     """An executor that fails at its first task."""
-
-    def __init__(self, inner: Any):
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def submit(self, worker: int, tasks: Any) -> Any:
         raise ValueError("broken")

@@ -76,7 +76,6 @@ class Picky:
     name = "picky"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
-        """Return its scheduler."""
         return PickyScheduler(BatchMaker().new_scheduler(types, num_workers))
 
 
@@ -93,18 +92,15 @@ class PickyScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are graphs."""
         return bool(self._left) or self._inner.has_work
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
-        """Add a graph, or leave it."""
         if len(graph) == 3:
             self._left.add(key)
         else:
             self._inner.add(key, graph, first_node, now_s)
 
     def cancel(self, key: int) -> None:
-        """Drop a graph."""
         if key in self._left:
             self._left.remove(key)
         else:

@@ -97,7 +97,6 @@ def test_padded_decoders_run_until_the_last_row_has_ended():
 
 
 def test_padding_refuses_trees():
-    """Padding serves chains only."""
     scheduler = Padding().new_scheduler(TREE, 1)
     with pytest.raises(InvalidGraphError, match="not a chain"):
         scheduler.add(0, tree_graph((1, (2, 3))), 0, 0.0)
@@ -235,22 +234,18 @@ class Broken:
     wake_s = None
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
-        """Return itself."""
         return self
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
-        """Raise an error without a type of its own."""
         raise ZeroDivisionError("not a number")
 
     def cancel(self, key: int) -> None:
         """Do nothing: it has no graph."""
 
     def schedule(self, worker: int, now_s: float) -> list[Task]:
-        """Return none."""
         return []
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        """Return none."""
         return []
 
 
