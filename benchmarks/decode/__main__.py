@@ -10,14 +10,13 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from benchmarks.decode.batches import measure_batch, measure_prefill, trace_batch
 from jaxserve.core.errors import InvalidConfigError
 
 # Tokens of the answers in a trace, which has every kernel of every step.
@@ -28,13 +27,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from benchmarks.common import roofline
+    from benchmarks.decode.batches import Batches
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
     from pallas_kernels import dispatch
 
     sizes = whole_numbers(options.batches, "--batches")
+    traced = whole_numbers(options.trace, "--trace") if options.trace else []
     prefills = _prefills_from(options.prefill)
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
+    length = options.prompt_tokens + options.output_tokens
     record = Record.of(
         "decode",
         options,
@@ -53,45 +55,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "product_flops_per_s": machine.flops_per_s,
     }
     with ExitStack() as stack:
-        model, load = options.model, None
+        model, load = options.model, "auto"
         if model in SHAPES:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-shape-"))
             config = json.dumps(hf_config(options.model))
             (Path(model) / "config.json").write_text(config, encoding="utf-8")
             load = "random"
-        lengths = {
-            "prompt_tokens": options.prompt_tokens,
-            "output_tokens": options.output_tokens,
-        }
         rt = stack.enter_context(
             Runtime.from_pretrained(
                 model,
-                load=load or "auto",
+                load=load,
                 dtype=options.dtype,
                 kv_dtype=options.kv_dtype,
                 attention=options.attention,
                 max_slots=max(sizes),
-                max_context=max([sum(lengths.values()), *(tokens + 1 for _, tokens in prefills)]),
+                max_context=max([length, *(tokens + 1 for _, tokens in prefills)]),
                 # Only some sizes are used, and each of them runs once before it is timed.
                 warmup=False,
             )
         )
-
-        def batches(chosen: list[int]) -> None:
-            for size in chosen:
-                measured = partial(measure_batch, rt, size, machine, dtype, **lengths)
-                record.add("batches", f"batch {size}", measured)
-
+        batches = Batches(rt, machine, dtype, options.prompt_tokens, options.output_tokens)
+        short = replace(batches, output_tokens=min(_TRACED_TOKENS, options.output_tokens))
         # One measurement of each kind first, in case the budget runs out.
-        batches(sizes[:1])
+        record.add("batches", f"batch {sizes[0]}", partial(batches.measure, sizes[0]))
         for count, tokens in prefills:
-            measured = partial(measure_prefill, rt, count, tokens, machine, dtype)
+            measured = partial(batches.prefill, count, tokens)
             record.add("prefill", f"{count} prompts of {tokens}", measured)
-        for size in whole_numbers(options.trace, "--trace") if options.trace else []:
-            traced = min(_TRACED_TOKENS, options.output_tokens)
-            measured = partial(trace_batch, rt, size, options.prompt_tokens, traced)
-            record.add("traces", f"trace of batch {size}", measured)
-        batches(sizes[1:])
+        for size in traced:
+            record.add("traces", f"trace of batch {size}", partial(short.trace, size))
+        for size in sizes[1:]:
+            record.add("batches", f"batch {size}", partial(batches.measure, size))
     record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
     record.save()
     return record.result

@@ -6,8 +6,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -16,118 +15,113 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from benchmarks.common.repeats import Figures
-from benchmarks.common.roofline import Machine, bound
+from benchmarks.common.roofline import Bound, Machine, bound
 from benchmarks.common.timing import full_step_s
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import random_items
 
 
-def measure_batch(
-    rt: Runtime,
-    size: int,
-    machine: Machine,
-    dtype: Any,
-    *,
-    prompt_tokens: int,
-    output_tokens: int,
-) -> Figures:
-    """Time decode steps of `size` sequences, and the run from the prompts to the last tokens.
+@final
+@dataclass(frozen=True)
+class Batches:
+    """Batches of random requests to a runtime, on a machine with these rates.
 
-    Args:
-      size: sequences; the result says if their keys and values do not fit.
+    Attributes:
       dtype: of the weights.
       prompt_tokens, output_tokens: of each sequence.
     """
-    needed = size * -(-(prompt_tokens + output_tokens) // rt.options.page_size)
-    stats = rt.stats()
-    if needed >= stats.num_pages:
-        page_bytes = stats.pool_bytes / stats.num_pages
+
+    rt: Runtime
+    machine: Machine
+    dtype: Any
+    prompt_tokens: int
+    output_tokens: int
+
+    def measure(self, size: int) -> Figures:
+        """Time decode steps of `size` sequences, and the run from the prompts to the last tokens.
+
+        The result says if the keys and values of so many do not fit.
+        """
+        rt, length = self.rt, self.prompt_tokens + self.output_tokens
+        needed, stats = size * -(-length // rt.options.page_size), rt.stats()
+        if needed >= stats.num_pages:
+            needed_gb = needed * stats.pool_bytes / stats.num_pages / 1e9
+            pool = f"of {stats.pool_bytes / 1e9:.1f} GB for them"
+            why = f"{needed_gb:.1f} GB of keys and values, {pool}"
+            return {"batch_size": size, "does_not_fit": why}
+        self._answer(size, seed=0)  # compiles
+        before, num_before = rt.stats(), len(rt.report().steps)
+        wall_s = self._answer(size, seed=1)
+        after = rt.stats()
+        step_s = full_step_s(rt.report().steps[num_before:], size)
+        if step_s is None:
+            raise InvalidConfigError(f"no decode step had all {size} sequences; lower --batches")
+        context = self.prompt_tokens + self.output_tokens / 2
+        roof_s = self._bound(size, context, self.prompt_tokens, self.output_tokens).decode_step_s
+        busy_s = after.busy_s - before.busy_s
         return {
             "batch_size": size,
-            "does_not_fit": f"{needed * page_bytes / 1e9:.1f} GB of keys and values, of "
-            f"{stats.pool_bytes / 1e9:.1f} GB for them",
+            "wall_s": wall_s,
+            "output_tokens_per_s": size * self.output_tokens / wall_s,
+            "decode_step_s": step_s,
+            "decode_tokens_per_s": size / step_s,
+            "bound_step_s": roof_s,
+            "of_bound": roof_s / step_s,
+            "host_gap_share": (after.host_gap_s - before.host_gap_s) / busy_s,
         }
-    _answer(rt, size, prompt_tokens, output_tokens, seed=0)  # compiles
-    before = rt.stats()
-    num_before = len(rt.report().steps)
-    wall_s = _answer(rt, size, prompt_tokens, output_tokens, seed=1)
-    after = rt.stats()
-    step_s = full_step_s(rt.report().steps[num_before:], size)
-    if step_s is None:
-        raise InvalidConfigError(f"no decode step had all {size} sequences; lower --batches")
-    roof = bound(
-        machine,
-        rt.model_config,
-        dtype,
-        kv_dtype=rt.options.kv_dtype,
-        batch_size=size,
-        context=prompt_tokens + output_tokens / 2,
-        num_prompt_tokens=size * prompt_tokens,
-        num_output_tokens=size * output_tokens,
-    )
-    return {
-        "batch_size": size,
-        "wall_s": wall_s,
-        "output_tokens_per_s": size * output_tokens / wall_s,
-        "decode_step_s": step_s,
-        "decode_tokens_per_s": size / step_s,
-        "bound_step_s": roof.decode_step_s,
-        "of_bound": roof.decode_step_s / step_s,
-        "host_gap_share": (after.host_gap_s - before.host_gap_s) / (after.busy_s - before.busy_s),
-    }
 
+    def prefill(self, count: int, tokens: int) -> Figures:
+        """Time `count` prompts that are answered by one token each."""
+        one = replace(self, prompt_tokens=tokens, output_tokens=1)
+        one._answer(count, seed=0)  # compiles
+        wall_s = one._answer(count, seed=1)
+        bound_s = self._bound(count, tokens, tokens, 0).run_s
+        return {
+            "prompts": count,
+            "prompt_tokens": tokens,
+            "wall_s": wall_s,
+            "tokens_per_s": count * tokens / wall_s,
+            "bound_s": bound_s,
+            "of_bound": bound_s / wall_s,
+        }
 
-def measure_prefill(rt: Runtime, count: int, tokens: int, machine: Machine, dtype: Any) -> Figures:
-    """Time `count` prompts that are answered by one token each."""
-    _answer(rt, count, tokens, 1, seed=0)  # compiles
-    wall_s = _answer(rt, count, tokens, 1, seed=1)
-    roof = bound(
-        machine,
-        rt.model_config,
-        dtype,
-        kv_dtype=rt.options.kv_dtype,
-        batch_size=count,
-        context=tokens,
-        num_prompt_tokens=count * tokens,
-        num_output_tokens=0,
-    )
-    return {
-        "prompts": count,
-        "prompt_tokens": tokens,
-        "wall_s": wall_s,
-        "tokens_per_s": count * tokens / wall_s,
-        "bound_s": roof.run_s,
-        "of_bound": roof.run_s / wall_s,
-    }
+    def trace(self, size: int) -> Figures:
+        """Return the `summarise`d trace of the device while it answered a batch."""
+        self._answer(size, seed=2)  # compiles
+        return {"batch_size": size, **trace(lambda: self._answer(size, seed=3))}
 
+    def _bound(self, size: int, context: float, num_prompt: int, num_output: int) -> Bound:
+        return bound(
+            self.machine,
+            self.rt.model_config,
+            self.dtype,
+            kv_dtype=self.rt.options.kv_dtype,
+            batch_size=size,
+            context=context,
+            num_prompt_tokens=size * num_prompt,
+            num_output_tokens=size * num_output,
+        )
 
-def trace_batch(rt: Runtime, size: int, prompt_tokens: int, output_tokens: int) -> Figures:
-    """Return the `summarise`d trace of the device while it answered a batch."""
-    _answer(rt, size, prompt_tokens, output_tokens, seed=2)  # compiles
-    again = partial(_answer, rt, size, prompt_tokens, output_tokens, seed=3)
-    return {"batch_size": size, **trace(again)}
+    def _answer(self, size: int, *, seed: int) -> float:
+        """Return the seconds from the submission of `size` requests to the end of the last one.
 
-
-def _answer(rt: Runtime, size: int, prompt_tokens: int, output_tokens: int, *, seed: int) -> float:
-    """Return the seconds from the submission of `size` requests to the end of the last one.
-
-    Different seeds have different prompts, and no pages are kept from earlier runs: all runs have
-    the same steps.
-    """
-    rt.forget_kept_pages()
-    items = random_items(
-        size,
-        num_prompt_tokens=prompt_tokens,
-        num_output_tokens=output_tokens,
-        vocab_size=rt.model_config.vocab_size,
-        seed=1000 * size + seed,
-    )
-    begin_s = time.perf_counter()
-    for pending in rt.submit_items(items):
-        if (error := pending.result().error) is not None:
-            raise error
-    return time.perf_counter() - begin_s
+        Different seeds have different prompts, and no pages are kept from earlier runs: all runs
+        have the same steps.
+        """
+        self.rt.forget_kept_pages()
+        items = random_items(
+            size,
+            num_prompt_tokens=self.prompt_tokens,
+            num_output_tokens=self.output_tokens,
+            vocab_size=self.rt.model_config.vocab_size,
+            seed=1000 * size + seed,
+        )
+        begin_s = time.perf_counter()
+        for pending in self.rt.submit_items(items):
+            if (error := pending.result().error) is not None:
+                raise error
+        return time.perf_counter() - begin_s
 
 
 _NUM_KERNELS = 12

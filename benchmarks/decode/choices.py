@@ -21,7 +21,7 @@ from flax import nnx
 from benchmarks.common import roofline
 from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from benchmarks.decode.batches import measure_batch
+from benchmarks.decode.batches import Batches
 from jaxserve import Runtime
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
@@ -44,52 +44,32 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     machine = roofline.measure_gpu(dtype)
     config = LlamaConfig.from_hf(hf_config(options.model, options.layers))
+    config = replace(config, dtype=dtype.name)
+    prompt, output = options.prompt_tokens, options.output_tokens
     for layout in LAYOUTS:
+        if record.is_spent:
+            record.skip(layout)
+            continue
         with ExitStack() as stack:
-            if record.is_spent:
-                record.skip(layout)
-                continue
             try:
-                rt = stack.enter_context(_runtime(config, dtype, layout, options, max(sizes)))
+                graphdef, _ = abstract_model(config, layer_layout=layout)
+                model = nnx.merge(graphdef, random_params(config, 0, layer_layout=layout))
+                slots, context = max(sizes), prompt + output
+                rt = Runtime(model, max_slots=slots, max_context=context, warmup=False)
+                batches = Batches(stack.enter_context(rt), machine, dtype, prompt, output)
             except Exception as error:
                 record.fail(layout, error)
                 continue
             for size in sizes:
-                measured = partial(_measure, rt, layout, size, machine, dtype, options)
+                measured = partial(_measured, layout, batches, size)
                 record.add("choices", f"{layout}, batch {size}", measured)
-        del rt
+        del model, rt, batches
         jax.clear_caches()
     return record.result
 
 
-def _runtime(
-    config: LlamaConfig,
-    dtype: jnp.dtype,
-    layout: LayerLayout,
-    options: argparse.Namespace,
-    max_slots: int,
-) -> Runtime:
-    config = replace(config, dtype=dtype.name)
-    params = random_params(config, 0, layer_layout=layout)
-    graphdef, _ = abstract_model(config, layer_layout=layout)
-    return Runtime(
-        nnx.merge(graphdef, params),
-        max_slots=max_slots,
-        max_context=options.prompt_tokens + options.output_tokens,
-        warmup=False,
-    )
-
-
-def _measure(
-    rt: Runtime,
-    layout: LayerLayout,
-    size: int,
-    machine: roofline.Machine,
-    dtype: jnp.dtype,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    lengths = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
-    return {"layout": layout, **measure_batch(rt, size, machine, dtype, **lengths)}
+def _measured(layout: LayerLayout, batches: Batches, size: int) -> dict[str, Any]:
+    return {"layout": layout, **batches.measure(size)}
 
 
 OPTIONS = (

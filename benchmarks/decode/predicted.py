@@ -10,25 +10,22 @@ from typing import Any
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.decode.step_time import H100, PAGES, counted, fits, predict
 
+MODEL = "llama-3-8b"
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 16384)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    batches = whole_numbers(options.batches, "--batches")
     contexts = whole_numbers(options.contexts, "--contexts")
     rows = []
-    for batch in batches:
+    for batch in whole_numbers(options.batches, "--batches"):
         for context in contexts:
             sizes: dict[str, Any] = dict(batch=batch, context=context, kv_dtype=options.kv_dtype)
-            if not fits("llama-3-8b", H100, **sizes):
-                continue
-            launches = counted(batch, options.kv_dtype)
-            own = predict("llama-3-8b", H100, launches, **sizes)
-            rows.append(
-                {"batch_size": batch, "context": context, "step_s": own.total_s, **asdict(own)}
-            )
+            if fits(MODEL, H100, **sizes):
+                own = predict(MODEL, H100, counted(batch, options.kv_dtype), **sizes)
+                about = {"batch_size": batch, "context": context, "step_s": own.total_s}
+                rows.append({**about, **asdict(own)})
     return {
-        "model": "llama-3-8b",
+        "model": MODEL,
         "kv_dtype": options.kv_dtype or "bfloat16",
         "predicted_device": asdict(H100),
         "rows": rows,

@@ -9,7 +9,7 @@ from benchmarks.common.harness import whole_numbers
 from benchmarks.common.roofline import Machine
 from benchmarks.common.shapes import hf_config
 from benchmarks.decode.__main__ import main
-from benchmarks.decode.batches import measure_batch
+from benchmarks.decode.batches import Batches
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.families.llama import LlamaConfig
@@ -24,9 +24,9 @@ LENGTHS = dict(prompt_tokens=20, output_tokens=12)
 def test_a_batch_is_timed_as_a_whole_and_by_the_step():
     """The batch is answered once before, so that nothing compiles while it is timed."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
-        first = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
+        first = Batches(rt, MACHINE, jnp.float32, **LENGTHS).measure(4)
         compiled = rt.stats().num_compilations
-        again = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
+        again = Batches(rt, MACHINE, jnp.float32, **LENGTHS).measure(4)
         assert rt.stats().num_compilations == compiled
     for found in (first, again):
         assert found["output_tokens_per_s"] == pytest.approx(4 * 12 / found["wall_s"])
@@ -39,7 +39,7 @@ def test_a_batch_without_memory_is_not_run():
     """The result has the memory that the batch would need."""
     page_bytes = 2 * 2 * 2 * 8 * 8 * 4
     with Runtime(tiny_llama(), **OPTIONS, kv_memory=10 * page_bytes) as rt:
-        found = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
+        found = Batches(rt, MACHINE, jnp.float32, **LENGTHS).measure(4)
         assert rt.stats().num_steps == 0
     assert set(found) == {"batch_size", "does_not_fit"}
 
