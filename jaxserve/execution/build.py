@@ -21,13 +21,14 @@ from jaxserve.execution.compatibility import (
 )
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.device_stage import DeviceStage
-from jaxserve.execution.group import Processes, allocate_host_pages, check_alike, in_group
-from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
+from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize, StepBytes, leaves_room, plan_resize
 from jaxserve.execution.model_executor import ModelExecutor
+from jaxserve.execution.processes import allocate_host_pages, check_alike, in_group
 from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.stages import DeviceStage, StepExecutor
+from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import check_dtype
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
@@ -324,7 +325,7 @@ def build_groups(
         for executor, _ in built:
             if executor.config.num_pages > num_pages:
                 executor.resize(num_pages, ())
-        groups = [cast(LinkedExecutor, executor) for executor, _ in built]
+        groups = [cast(StepExecutor, executor) for executor, _ in built]
         grouped = GroupedExecutor(groups, strict=options.strict)
         if options.warmup:
             warm_up(grouped, progress=options.progress)

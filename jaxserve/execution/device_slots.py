@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.execution.pages import DevicePages
+from jaxserve.execution.pages import DevicePages, chunks
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.sampler import SamplingNeeds
@@ -25,8 +25,6 @@ from jaxserve.steps.slots import (
     pack_moves,
 )
 from jaxserve.steps.step_function import Shelf, abstract, unkept
-
-_Item = TypeVar("_Item")
 
 
 @final
@@ -163,11 +161,6 @@ class DeviceSlots:
 
 def _proposed(row: Row) -> Extension:
     return Extension(row.slot, row.start + row.num_tokens - len(row.proposed), row.proposed)
-
-
-def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 @final

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CompilationAfterWarmupError
 from jaxserve.execution.executor import Executor
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.plan import PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.sampling.sampler import SamplingNeeds
@@ -72,6 +73,23 @@ class CompilationCounter:
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in _EVENTS and self._thread == threading.get_ident():
             self.count += 1
+
+
+class Resizable(Protocol):
+    def resize(self, num_pages: int, moves: Moves) -> None: ...
+
+
+def resize_all(parts: Sequence[Resizable], old: int, new: int, moves: Moves) -> None:
+    """Resize every part from `old` to `new` pages; if one fails, all have their old size again."""
+    done: list[Resizable] = []
+    try:
+        for part in parts:
+            part.resize(new, moves)
+            done.append(part)
+    except Exception:
+        for part in done:
+            part.resize(old, [(target, source) for source, target in moves])
+        raise
 
 
 class ModelExecutor(Executor):

@@ -30,6 +30,7 @@ from sharding.shards import TENSOR, over_tensor
 
 # A whole cache or one of its buffers.
 _Cache = TypeVar("_Cache")
+_Item = TypeVar("_Item")
 
 # Pages that one call copies. A call with fewer copies the null page for the rest.
 PAGES_A_CALL = 8
@@ -61,9 +62,10 @@ def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
     )
 
 
-def by_call(copies: PageCopies) -> Iterator[PageCopies]:
-    for start in range(0, len(copies), PAGES_A_CALL):
-        yield copies[start : start + PAGES_A_CALL]
+def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Yield the items of each call, at most `size`."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def gathered(
@@ -196,7 +198,7 @@ class HostPages:
 
     def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
         """Start copies of (device page, host page). The caller may donate the cache afterwards."""
-        for some in by_call(copies):
+        for some in chunks(copies, PAGES_A_CALL):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for page, _ in some]
             leaving = jax.tree.leaves(self._gather(cache, ids))
@@ -215,7 +217,7 @@ class HostPages:
         Pages in transit take device memory twice, so at most `max_incoming_bytes` come at once.
         """
         num_bytes = 0
-        for some in by_call(copies):
+        for some in chunks(copies, PAGES_A_CALL):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
             pages = self._read(cache, some, PAGES_A_CALL)
@@ -290,7 +292,9 @@ class HostPages:
         self._calls.clear()
         self._buffers.clear()
 
-    def _read(self, cache: KVCache, copies: PageCopies, count: int) -> list[np.ndarray]:
+    def _read(
+        self, cache: KVCache, copies: Sequence[tuple[int, int]], count: int
+    ) -> list[np.ndarray]:
         """Return the pages of the copies, padded to `count`, for each buffer of the cache."""
         self._wait_for([host_page for host_page, _ in copies])
         self.allocate(jax.tree.leaves(cache))
@@ -509,38 +513,25 @@ def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
 
 
 @final
-class KeptSwapCosts:
-    """The stored swap costs of page caches and `settings`, on a shelf's device and executables."""
-
-    def __init__(self, shelf: Shelf, config: EngineConfig, cache: Any, *settings: Any):
-        leaves = jax.tree.leaves(abstract(cache))
-        self._shelf = shelf
-        self._key = shelf.key("swap costs", config.token_buckets, leaves, *settings)
-
-    def load(self) -> SwapCosts | None:
-        contents = self._shelf.read(self._key)
-        return None if contents is None else SwapCosts(**json.loads(contents))
-
-    def save(self, costs: SwapCosts) -> None:
-        self._shelf.write(self._key, json.dumps(asdict(costs)).encode())
-
-
-@final
 class SwapCostMeter:
     """The swap costs of an executor: from an earlier start, or measured in short pieces.
 
-    `timings` begins a measurement (`measured_costs`). `costs` is None until they are measured.
+    They are stored on `shelf`, under its device and executables and `settings`. `timings` begins a
+    measurement (`measured_costs`). `costs` is None until they are measured.
     """
 
     def __init__(
         self,
-        kept: KeptSwapCosts,
+        shelf: Shelf,
+        settings: Sequence[Any],
         timings: Callable[[], Iterator[SwapCosts | None]],
         *,
         has_host_pages: bool,
     ):
-        self.costs: SwapCosts | None = kept.load()
-        self._kept = kept
+        self._shelf = shelf
+        self._key = shelf.key("swap costs", *settings)
+        kept = shelf.read(self._key)
+        self.costs: SwapCosts | None = None if kept is None else SwapCosts(**json.loads(kept))
         self._timings = timings
         self._has_host_pages = has_host_pages
         self._running: Iterator[SwapCosts | None] | None = None
@@ -559,7 +550,7 @@ class SwapCostMeter:
             self._has_host_pages, self._running = False, None
             raise
         if self.costs is not None:
-            self._kept.save(self.costs)
+            self._shelf.write(self._key, json.dumps(asdict(self.costs)).encode())
 
     def measure(self) -> None:
         while self.is_missing:

@@ -20,8 +20,9 @@ from jaxserve.core.errors import EngineFailedError
 from jaxserve.execution.build import ExecutorSpec
 from jaxserve.execution.compilation import executable_store
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.grouped import GroupedExecutor, Links, links_between
+from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config
+from jaxserve.execution.transport import LocalTransport
 from jaxserve.models.config import check_fits
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
@@ -308,12 +309,12 @@ class _Prepared:
 
 @final
 class PreparedGroups:
-    """Executors of two groups without weights and caches, and the links between them."""
+    """Executors of two groups without weights and caches, and the transport between them."""
 
     def __init__(self, prepared: Sequence[_Prepared]):
         self._prepared = tuple(prepared)
         encode, decode = self.executors = tuple(each.executor for each in prepared)
-        self.links: Links = links_between(encode, decode)
+        self.transport = LocalTransport(encode.page_pools, decode.page_pools)
 
     def warm_up(self, check: Check) -> None:
         """Compile every executable, on several threads."""
@@ -321,7 +322,7 @@ class PreparedGroups:
             step for each in self._prepared for step in each.executor.warmup_steps()
         ]
         steps += [("page cache", each.new_cache.prepare) for each in self._prepared]
-        steps += [("handover", link.prepare) for link in self.links.values()]
+        steps.append(("handover", self.transport.prepare))
         preparation = Preparation(steps)
         try:
             for _ in preparation.finished():
@@ -339,8 +340,7 @@ class PreparedGroups:
         for each in self._prepared:
             each.executor.pages.replace(jax.block_until_ready(each.new_cache()))
             check()
-        for link in self.links.values():
-            link.warm_up()
+        self.transport.warm_up()
 
     def release(self) -> None:
         for executor in self.executors:
@@ -390,7 +390,7 @@ def exchange(
             ) from second
         del weights  # a caller may keep the error, and with it this frame
         raise
-    executor.exchange(prepared.executors, prepared.links)
+    executor.exchange(prepared.executors, prepared.transport)
 
 
 def _put_back(groups: Sequence[DeviceExecutor], weights: MovingWeights, maker: GroupMaker) -> None:

@@ -31,12 +31,12 @@ from jaxserve.execution.compatibility import (
 )
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.group import Processes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes, served_context
+from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout

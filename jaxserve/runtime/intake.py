@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +16,6 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
 from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
-from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import AwaitedPrediction, Forecaster
@@ -183,3 +182,17 @@ class Intake:
 
 def _drop(forecaster: Forecaster, awaited: AwaitedPrediction, _: Future[Completion]) -> None:
     forecaster.drop(awaited)
+
+
+def in_steps(
+    prompts: Sequence[Sequence[int]], max_tokens: int
+) -> Iterator[Sequence[Sequence[int]]]:
+    """Yield batches of consecutive prompts with at most `max_tokens` tokens each."""
+    start, num_tokens = 0, 0
+    for index, prompt in enumerate(prompts):
+        if num_tokens + len(prompt) > max_tokens:
+            yield prompts[start:index]
+            start, num_tokens = index, 0
+        num_tokens += len(prompt)
+    if prompts:
+        yield prompts[start:]

@@ -318,6 +318,7 @@ class Programs:
             self.plan_mixed(batch),
             inputs(self.config.max_step_tokens),
             self._incoming(cache),
+            self.draft_mixed(batch),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)

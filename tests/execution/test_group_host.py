@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.core.errors import HostMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.group import allocate_host_pages
 from jaxserve.execution.pages import DevicePages
+from jaxserve.execution.processes import allocate_host_pages
 from jaxserve.models.batch import KVCache
 from jaxserve.runtime.build import check_disk
 from jaxserve.scheduling.presets import get_policy

@@ -24,15 +24,14 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import ExecutorSpec, build_executor
-from jaxserve.execution.couriers import Courier, HostCourier, PagePort, cut_of, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group import (
+from jaxserve.execution.processes import (
     FollowerReport,
-    GroupExecutor,
-    LeadersShare,
     LeadingExecutor,
+    ProcessExecutor,
     in_group,
 )
+from jaxserve.execution.transport import HostTransport, KVTransport, cuts_of, make_transport
 from jaxserve.execution.weights import sharded
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
@@ -83,18 +82,20 @@ def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
 
 @contextmanager
 def _led(
-    executors: Sequence[DeviceExecutor], leads: int, couriers: Callable[..., Courier] = make_courier
-) -> Iterator[GroupExecutor]:
+    executors: Sequence[DeviceExecutor],
+    leads: int,
+    transports: Callable[..., KVTransport] = make_transport,
+) -> Iterator[ProcessExecutor]:
     """Yield the leader's executor, of one of two groups, while a thread follows with the other.
 
     Args:
       leads: index of the group whose devices are the leader's.
-      couriers: see `in_group`.
+      transports: see `in_group`.
     """
     processes = ((leads,), (1 - leads,))
     own = executors[leads], executors[1 - leads]
     with ThreadPoolExecutor() as pool:  # they agree on how pages pass
-        role = partial(in_group, processes=processes, couriers=couriers)
+        role = partial(in_group, processes=processes, transports=transports)
         leader, follower = pool.map(role, own, connected())
     thread = threading.Thread(target=follower.follow)
     thread.start()
@@ -140,8 +141,8 @@ class _Unreachable:
 
 
 WAYS = pytest.mark.parametrize(
-    "couriers",
-    [make_courier, partial(make_courier, serve=_no_server)],
+    "transports",
+    [make_transport, partial(make_transport, serve=_no_server)],
     ids=["by transfer", "through the host"],
 )
 
@@ -153,24 +154,23 @@ WAYS = pytest.mark.parametrize(
     ids=["the leader computes prompts", "the leader computes answers"],
 )
 @WAYS
-def test_pages_pass_between_other_numbers_of_shards(groups, leads, couriers, caplog):
+def test_pages_pass_between_other_numbers_of_shards(groups, leads, transports, caplog):
     """They have eight bits, and scales, and a KV head more than once; the pool preempts."""
     options = dict(kv_dtype="int8")
     with Runtime(tiny_llama(num_heads=8), **OPTIONS, **options) as rt:
         wanted = [completion.token_ids for completion in rt.generate(PROMPTS, PARAMS)]
     executors = _executors(groups, kv_dtype="int8")
-    with _led(executors, leads, couriers) as leader:
+    with _led(executors, leads, transports) as leader:
         assert _answers(leader) == wanted
-    assert ("no port is free" in caplog.text) == (couriers is not make_courier)
+    assert ("no port is free" in caplog.text) == (transports is not make_transport)
 
 
 def test_pages_that_the_other_group_has_lost(caplog):
     """The leader raises nothing and writes nothing, so that the sequences are computed anew."""
     _, decode = _executors(make_groups(encode=1, decode=1))
     first, second = connected()
-    courier = HostCourier(1, PagePort(decode.pages, cut_of(decode.pages)))
-    share = LeadersShare(decode, first, ((1,), (0,)), courier, strict=False)
-    leader = LeadingExecutor(decode, first, share)
+    transport = HostTransport(1, decode.pages, *cuts_of(decode.page_pools))
+    leader = LeadingExecutor(decode, first, ((1,), (0,)), transport)
     plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
     handle = leader.submit(plan)
     assert second.receive() == plan and not handle.is_ready()
@@ -182,11 +182,11 @@ def test_pages_that_the_other_group_has_lost(caplog):
 
 
 @WAYS
-def test_pages_that_another_sequence_has_meanwhile_are_not_written(couriers):
+def test_pages_that_another_sequence_has_meanwhile_are_not_written(transports):
     """A page of the target that is in a later plan's page table keeps its contents."""
     executors = _executors(make_groups(encode=1, decode=1))
     source, target = (each.pages for each in executors)
-    with _led(executors, 0, couriers) as leader:
+    with _led(executors, 0, transports) as leader:
         source.replace(jax.tree.map(lambda leaf: leaf + 1, source.cache))
         plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1, 2)),), group=LINK)
         handle = leader.submit(plan)
@@ -200,7 +200,7 @@ def test_pages_that_another_sequence_has_meanwhile_are_not_written(couriers):
 def test_processes_that_cannot_reach_each_other_go_through_the_host(caplog):
     """They find out before the first handover."""
     executors = _executors(make_groups(encode=1, decode=1))
-    makers = partial(make_courier, serve=_Unreachable, patience_s=0.1)
+    makers = partial(make_transport, serve=_Unreachable, patience_s=0.1)
     with _led(executors, 0, makers) as leader:
         plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
         assert leader.submit(plan).collect().arrived is None
