@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, cast, final
+from typing import Any, Self, cast, final
 
 from benchmarks.common.harness import Benchmark, of_options, option
 from jaxserve.core.errors import InvalidConfigError
@@ -154,10 +154,13 @@ def _steps(job: Job) -> list[Any]:
     cache = jax.eval_shape(
         lambda: empty_cache(config, _NUM_PAGES, engine.page_size, config.dtype, layout)
     )
-    shapes = _Shapes(
-        at(place.pages, cache), at(place.whole, jax.eval_shape(lambda: empty_slots(engine)))
+    stage = _Shapes(
+        programs,
+        at(place.whole, params),
+        at(place.pages, cache),
+        at(place.whole, jax.eval_shape(lambda: empty_slots(engine))),
     )
-    warmup = DeviceWarmup(engine, programs, at(place.whole, params), *(cast(Any, shapes),) * 3)
+    warmup = DeviceWarmup(engine, cast(Any, stage))
     steps = warmup.steps()
     return steps[: warmup.num_first] if job.first else steps
 
@@ -165,10 +168,18 @@ def _steps(job: Job) -> list[Any]:
 @final
 @dataclass(frozen=True)
 class _Shapes:
-    """The shapes of pages, slots and states that `DeviceWarmup` reads, without an executor."""
+    """The shapes of a stage that `DeviceWarmup` reads, and of its pages, slots and states."""
 
+    programs: Any
+    params: Any
     cache: Any
     state: Any
+
+    @property
+    def pages(self) -> Self:
+        return self
+
+    slots = states = pages
 
     def preparations(self, *_: Any) -> tuple[()]:
         return ()

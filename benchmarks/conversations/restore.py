@@ -108,9 +108,7 @@ class _Server:
         self._clock = WallClock()
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
         # Zeros: their values change no time, but uninitialised memory may hold NaN.
-        host = built.host_memory
-        assert host is not None
-        self._contents = bytes(len(host.read_host_page(built.config.num_host_pages)))
+        self._contents = bytes(len(built.read_host_page(built.config.num_host_pages)))
         self._num_runs = 0
         self._undisturbed_s: list[float] = []
 

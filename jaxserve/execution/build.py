@@ -6,7 +6,8 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast, final
+from functools import partial, reduce
+from typing import Any, Self, cast, final
 
 import jax
 from flax import nnx
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.compatibility import (
     check_deterministic,
     check_slot_states,
@@ -22,23 +24,34 @@ from jaxserve.execution.compatibility import (
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor
-from jaxserve.execution.memory_plan import PoolSize, StepBytes, leaves_room, plan_resize
+from jaxserve.execution.memory_plan import (
+    PoolSize,
+    StepBytes,
+    leaves_room,
+    plan_host_pages,
+    plan_pool,
+    plan_resize,
+)
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.processes import allocate_host_pages, check_alike, in_group
-from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
+from jaxserve.execution.sizes import engine_config, nbytes
 from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.stages import DeviceStage, StepExecutor
 from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import check_dtype
+from jaxserve.memory.page_pool import MIN_PAGES
+from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.loading import timed
-from jaxserve.models.parts import cut
-from jaxserve.steps.drafting import Drafter
+from jaxserve.models.parts import ModelPart, cut
+from jaxserve.steps.drafting import Drafter, united
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
-from jaxserve.steps.step_function import Placement, abstract
+from jaxserve.steps.slots import empty_slots
+from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.zeros import zeros
 from sharding import ProcessGroup, StagePlan
 
 
@@ -54,6 +67,112 @@ class ExecutorSpec:
     probe: Probe | None = None
     drafter: Drafter | None = None
     takes_masks: bool = False
+
+    def config(self, *, num_pages: int, num_host_pages: int = 0) -> EngineConfig:
+        """Return the sizes of executables and of a page pool."""
+        return engine_config(
+            self.model_config, self.options, num_pages=num_pages, num_host_pages=num_host_pages
+        )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PlacedModel:
+    """A model on its devices, or a stage's `part` of it: its executables and its page cache."""
+
+    spec: ExecutorSpec
+    place: Placement
+    part: ModelPart | None = None
+
+    @classmethod
+    def of(cls, spec: ExecutorSpec, params: Any, part: ModelPart | None = None) -> Self:
+        """Return the model or part whose parameters are in place."""
+        return cls(spec, Placement.like(jax.tree.leaves(params)[0].sharding), part)
+
+    @property
+    def model_config(self) -> Any:
+        whole = self.spec.model_config
+        return whole if self.part is None else whole.part(self.part.stage.layers)
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page in all layers, on one device."""
+        return nbytes(self.abstract_cache(2).pages) // 2 // self.place.num_shards
+
+    def programs(self, config: EngineConfig) -> Programs:
+        spec = self.spec
+        return Programs.shared(
+            spec.graphdef if self.part is None else self.part.graphdef,
+            config,
+            self.model_config,
+            self.place,
+            spec.probe,
+            executable_store(),
+            spec.drafter,
+        )
+
+    def plan(self, *, step_bytes: int) -> PoolSize:
+        """Return the pool's size if the largest step needs `step_bytes` of temporaries."""
+        draft = self.spec.config(num_pages=MIN_PAGES)
+        kv_memory = self.spec.options.kv_memory
+        return plan_pool(
+            next(iter(self.place.whole.addressable_devices)),
+            page_bytes=self.page_bytes,
+            step_bytes=step_bytes,
+            state_bytes=nbytes(self.abstract_cache(2).states),
+            slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
+            wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
+            min_pages=MIN_PAGES,
+            kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+        )
+
+    def step_bytes(self, programs: Programs, params: Any, num_pages: int) -> int:
+        """Compile the largest steps, and return the bytes of their temporaries."""
+        cache = self.abstract_cache(num_pages)
+        if self.part is None:
+            return programs.step_bytes(params, cache)
+        layers, whole = self.part.stage.layers, self.spec.model_config
+        embed = whole.hidden_size if layers.start else None
+        is_last = layers.stop == whole.num_layers
+        return largest_step_bytes(
+            programs.compiled_stage_steps(params, cache, embed, samples=is_last)
+        )
+
+    def abstract_cache(self, num_pages: int) -> Any:
+        return jax.eval_shape(partial(_empty, self._cache_sizes(num_pages)))
+
+    def new_cache(self, num_pages: int, shelf: Shelf) -> Any:
+        """Return a cache of zeros on its devices."""
+        return self.cache_maker(num_pages, shelf)()
+
+    def cache_maker(self, num_pages: int, shelf: Shelf) -> StepFunction:
+        """Return the function without arguments that makes the cache."""
+        sizes = self._cache_sizes(num_pages)
+        make = partial(_empty, sizes, zeros=zeros)
+        return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)
+
+    def _cache_sizes(self, num_pages: int) -> tuple[Any, ...]:
+        """Return the arguments of `empty_cache`, for each model that has keys and values."""
+        spec = self.spec
+        models = [(self.model_config, spec.layer_layout)]
+        if spec.drafter is not None:
+            models.append((spec.drafter.config, spec.drafter.layer_layout))
+        return tuple(
+            (
+                config,
+                num_pages,
+                spec.options.page_size,
+                spec.options.kv_dtype or config.dtype,
+                layout,
+                self.place.num_shards,
+                spec.config(num_pages=num_pages).max_slots,
+            )
+            for config, layout in models
+        )
+
+
+def _empty(sizes: tuple[tuple[Any, ...], ...], **options: Any) -> Any:
+    return reduce(united, [empty_cache(*each, **options) for each in sizes])
 
 
 def build_executor(
@@ -100,10 +219,7 @@ def build_executor(
                 "stages or served by several processes; omit the probe"
             )
     try:
-        if stages is None:
-            executor, size = _build_whole(spec, params, group, processes)
-        else:
-            executor, size = _build_stages(spec, params, stages)
+        executor, size = _build(spec, params, stages, group, processes)
     except NotImplementedError as error:
         if options.deterministic and options.attention is None:
             raise InvalidConfigError(f"deterministic=True cannot serve: {error}") from error
@@ -117,147 +233,105 @@ def build_executor(
     return executor, size
 
 
-def _build_whole(
-    spec: ExecutorSpec, params: Any, group: ProcessGroup | None, processes: Processes | None
+def _build(
+    spec: ExecutorSpec,
+    params: Any,
+    stages: StagePlan | None,
+    group: ProcessGroup | None,
+    processes: Processes | None,
 ) -> tuple[ModelExecutor, PoolSize]:
-    graphdef, model_config, options = spec.graphdef, spec.model_config, spec.options
-    # Parameters are committed to their devices, like an update's; otherwise an update would compile
-    # again.
-    params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
-    place = Placement.like(jax.tree.leaves(params)[0].sharding)
-    if place.mesh is not None:
-        check_fits(place.mesh, model_config)
+    model_config, options = spec.model_config, spec.options
+    parts: Sequence[ModelPart] = ()
+    if stages is None:
+        # Parameters are committed to their devices, like an update's; otherwise an update would
+        # compile again.
+        own = [jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)]
+        models = [PlacedModel.of(spec, own[0])]
+        if models[0].place.mesh is not None:
+            check_fits(models[0].place.mesh, model_config)
+    else:
+        parts = cut(model_config, stages, spec.layer_layout)
+        own = [part.params_of(params) for part in parts]
+        pairs = zip(own, parts, strict=True)
+        models = [PlacedModel.of(spec, part_params, part) for part_params, part in pairs]
+    first = models[0]
     if group is not None:
-        mesh = str(place.whole) if processes is None else f"groups of the processes {processes}"
+        mesh = str(first.place.whole)
+        if processes is not None:
+            mesh = f"groups of the processes {processes}"
         shared = _shared_settings(model_config, mesh, options)
         check_alike(group, {**shared, "tokenizer and llguidance": spec.takes_masks})
         if processes is not None:  # two device groups have no host memory
             options = replace(options, host_memory=0, restore="on_admission")
-    pages = CachePlan(model_config, options, spec.layer_layout, place, spec.drafter)
+            spec = replace(spec, options=options)
+            models = [first := replace(first, spec=spec)]
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
-    # the same number fits with the measured temporaries, these executables are used.
-    store = executable_store()
-    optimistic = pages.plan(step_bytes=0).num_pages
-    if options.kv_memory is None and group is None and spec.drafter is None:
+    # the same number fits with the measured temporaries, these executables are used. A page has one
+    # id on all stages, so the stage with the least memory limits their number.
+    optimistic = min(model.plan(step_bytes=0).num_pages for model in models)
+    is_free = options.kv_memory is None and group is None
+    if is_free and stages is None and spec.drafter is None:
         optimistic = steady(
             optimistic,
-            store,
-            graphdef,
+            executable_store(),
+            spec.graphdef,
             model_config,
-            place.whole,
+            first.place.whole,
             options.page_size,
             options.kv_dtype,
             options.max_slots,
             options.max_context,
         )
     optimistic = _agreed_number(optimistic, group)
-
-    def programs_for(config: EngineConfig) -> Programs:
-        return Programs.shared(
-            graphdef, config, model_config, place, spec.probe, store, spec.drafter
-        )
-
-    programs = programs_for(engine_config(model_config, options, num_pages=optimistic))
-    shapes, cache_shapes = abstract(params), pages.abstract(optimistic)
-    step = StepBytes(lambda: programs.step_bytes(shapes, cache_shapes))
-    # A requested size, or one that processes agree on, depends on the largest step. Requested
-    # kernels are tried now, so that unsuitable ones are refused.
-    decides = options.kv_memory is not None or options.attention is not None or group is not None
-    is_deferred = not decides and leaves_room(programs.shelf.devices[0])
-    size = pages.plan(step_bytes=0 if is_deferred else step.measure())
+    config = spec.config(num_pages=optimistic)
+    programs = [model.programs(config) for model in models]
+    # A requested size, or one that processes or stages agree on, depends on the largest step.
+    # Requested kernels are tried now, so that unsuitable ones are refused.
+    is_deferred = (
+        is_free
+        and stages is None
+        and options.attention is None
+        and leaves_room(programs[0].shelf.devices[0])
+    )
+    sizes = []
+    for model, program, shapes in zip(models, programs, map(abstract, own), strict=True):
+        step = StepBytes(partial(model.step_bytes, program, shapes, optimistic))
+        size = model.plan(step_bytes=0 if is_deferred else step.measure())
+        sizes.append(replace(size, step=step))
+    size = min(sizes, key=lambda each: each.num_pages)
     num_pages = _agreed_number(min(size.num_pages, optimistic), group)
-    size = replace(size, num_pages=num_pages, step=step)
-    host_page_bytes = size.page_bytes * _shards_on_this_host(place, group)
-    num_host_pages = plan_host(
-        model_config, options, page_bytes=host_page_bytes, num_pages=num_pages
-    )
-    config = engine_config(
-        model_config,
-        options,
-        num_pages=num_pages,
-        num_host_pages=_agreed_number(num_host_pages, group),
-    )
+    size = replace(size, num_pages=num_pages)
+    num_host_pages = 0
+    if not model_config.num_recurrent_layers:
+        page_bytes = [each.page_bytes * _shards_on_this_host(each.place, group) for each in models]
+        num_host_pages = plan_host_pages(sum(page_bytes), num_pages - 1, options.host_memory)
+    config = spec.config(num_pages=num_pages, num_host_pages=_agreed_number(num_host_pages, group))
     if num_pages != optimistic:
-        programs = programs_for(config)
+        programs = [model.programs(config) for model in models]
     with timed("cache"):
-        cache = jax.block_until_ready(pages.new(num_pages, programs.shelf))
-    executor = DeviceExecutor(
-        config, programs, params, cache, strict=options.strict, takes_masks=spec.takes_masks
-    )
+        caches = jax.block_until_ready(
+            [
+                model.new_cache(num_pages, program.shelf)
+                for model, program in zip(models, programs, strict=True)
+            ]
+        )
+    given: dict[str, Any] = dict(strict=options.strict, takes_masks=spec.takes_masks)
+    if stages is not None:
+        built = [
+            DeviceStage(
+                program, part_params, cache, config.num_host_pages, samples=part is parts[-1]
+            )
+            for program, part_params, cache, part in zip(programs, own, caches, parts, strict=True)
+        ]
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        width, most = model_config.hidden_size, stages.micro_batches
+        return StagedExecutor(config, built, parts, whole, width, most, **given), size
+    executor = DeviceExecutor(config, programs[0], own[0], caches[0], **given)
     if group is None:
         return executor, size
     if config.num_host_pages:
         allocate_host_pages(executor.pages, group)
     return in_group(executor, group, processes, strict=options.strict), size
-
-
-def _build_stages(
-    spec: ExecutorSpec, params: Any, stages: StagePlan
-) -> tuple[ModelExecutor, PoolSize]:
-    model_config, options = spec.model_config, spec.options
-    parts = cut(model_config, stages, spec.layer_layout)
-    own = [part.params_of(params) for part in parts]
-    places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
-    pools = [
-        CachePlan(model_config.part(part.stage.layers), options, spec.layer_layout, place)
-        for part, place in zip(parts, places, strict=True)
-    ]
-    # A page has one id on all stages, so the stage with the least memory limits their number.
-    optimistic = min(pool.plan(step_bytes=0).num_pages for pool in pools)
-
-    def programs_for(num_pages: int) -> list[Programs]:
-        config = engine_config(model_config, options, num_pages=num_pages)
-        return [
-            Programs.shared(
-                part.graphdef,
-                config,
-                model_config.part(part.stage.layers),
-                place,
-                store=executable_store(),
-            )
-            for part, place in zip(parts, places, strict=True)
-        ]
-
-    sizes = []
-    programs = programs_for(optimistic)
-    for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
-        embed = None if i == 0 else model_config.hidden_size
-        is_last = i == len(parts) - 1
-        steps = program.compiled_stage_steps(
-            own[i], pool.abstract(optimistic), embed, samples=is_last
-        )
-        sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
-    size = min(sizes, key=lambda each: each.num_pages)
-    if size.num_pages < optimistic:
-        programs = programs_for(size.num_pages)
-    num_host_pages = plan_host(
-        model_config,
-        options,
-        page_bytes=sum(pool.page_bytes * pool.place.num_shards for pool in pools),
-        num_pages=size.num_pages,
-    )
-    built = [
-        DeviceStage(
-            program,
-            params,
-            pool.new(program.config.num_pages, program.shelf),
-            num_host_pages,
-            samples=i == len(parts) - 1,
-        )
-        for i, (program, params, pool) in enumerate(zip(programs, own, pools, strict=True))
-    ]
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    executor = StagedExecutor(
-        replace(programs[0].config, num_host_pages=num_host_pages),
-        built,
-        parts,
-        whole,
-        model_config.hidden_size,
-        stages.micro_batches,
-        strict=options.strict,
-        takes_masks=spec.takes_masks,
-    )
-    return executor, size
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:

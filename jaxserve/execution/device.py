@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.execution.device_slots import DeviceSlots, StateMoves
+from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.model_executor import ModelExecutor, SubmittedStep
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.stages import DeviceStage, StepExecutor, WarmupStep
@@ -18,9 +18,7 @@ from jaxserve.execution.weights import fitted
 from jaxserve.memory.page_pool import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
-    ChoosingRows,
     decode_window,
     head_sizes,
     loop_sizes,
@@ -46,7 +44,6 @@ class DeviceExecutor(StepExecutor):
     """An executor of a whole model on a device or mesh, whose decode loops run on the device."""
 
     prepares_in_parallel = True
-    _has_masked_sizes = True
 
     def __init__(
         self,
@@ -104,63 +101,19 @@ class DeviceExecutor(StepExecutor):
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> SubmittedStep:
         window, num_proposed = decode_window(self.config, plan, needs.variant)
-        with self._programs.place.in_force():
-            self.pages.cache, self.slots.state, outputs = self._programs.decode_loop(
-                self.params,
-                self.pages.cache,
-                self.slots.state,
-                pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
-                self._programs.plan_loop(plan.rows, window, plan.num_iterations, num_proposed),
-                self._programs.probe_params,
-                self._programs.draft_loop(plan.rows, window, plan.num_iterations, num_proposed),
-                variant=needs.variant,
-                num_proposed=num_proposed,
-            )
+        self.pages.cache, self.slots.state, outputs = self._programs.decode_loop(
+            self.params,
+            self.pages.cache,
+            self.slots.state,
+            pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
+            self._programs.plan_loop(plan.rows, window, plan.num_iterations, num_proposed),
+            self._programs.probe_params,
+            self._programs.draft_loop(plan.rows, window, plan.num_iterations, num_proposed),
+            variant=needs.variant,
+            num_proposed=num_proposed,
+        )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return SubmittedStep(plan, needs, outputs.tokens, (outputs,), output_rows)
-
-    def _sample(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        index: np.ndarray,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        with_masks = () if masks is None else (masks,)
-        with self._programs.place.in_force():
-            self.slots.state, outputs = self._programs.mixed_head(
-                self.params,
-                self.slots.state,
-                row_hidden,
-                index,
-                tapped,
-                self._programs.probe_params,
-                *with_masks,
-                variant=variant,
-            )
-        return outputs
-
-    def _verify(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        rows: ChoosingRows,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        with self._programs.place.in_force():
-            self.slots.state, outputs = self._programs.verifying_head(
-                self.params,
-                self.slots.state,
-                row_hidden,
-                rows,
-                tapped,
-                self._programs.probe_params,
-                masks,
-                variant=variant,
-            )
-        return outputs
 
     # ---- warm-up ----
 
@@ -192,15 +145,7 @@ class DeviceExecutor(StepExecutor):
         self._programs.shelf.end_start()
 
     def _warmup(self) -> DeviceWarmup:
-        return DeviceWarmup(
-            self.config,
-            self._programs,
-            self.params,
-            self.slots,
-            self.pages,
-            self._stage.states,
-            takes_masks=self._takes_masks,
-        )
+        return DeviceWarmup(self.config, self._stage, takes_masks=self._takes_masks)
 
     def _has_prepared(self) -> None:
         """End a warm-up behind requests; another thread calls it, while steps run."""
@@ -217,22 +162,13 @@ class DeviceExecutor(StepExecutor):
 class DeviceWarmup:
     """Compiles every executable from shapes; without arrays, so that it can run during steps."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        programs: Programs,
-        params: Any,
-        slots: DeviceSlots,
-        pages: DevicePages,
-        states: StateMoves,
-        *,
-        takes_masks: bool = False,
-    ):
+    def __init__(self, config: EngineConfig, stage: DeviceStage, *, takes_masks: bool = False):
+        slots, pages = stage.slots, stage.pages
         self._config = config
-        self._programs = programs
-        self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
-        self._edits = slots.preparations() + states.preparations(pages)
-        self._generates = programs.model_config.generates
+        self._programs = stage.programs
+        self._params, self._cache, self._state = abstract((stage.params, pages.cache, slots.state))
+        self._edits = [*slots.preparations(), *stage.states.preparations(pages)]
+        self._generates = self._programs.model_config.generates
         self._takes_masks = takes_masks and self._generates
         self._edits_for_grammars = slots.preparations_for_grammars()
         self._copies = pages.preparations() if config.num_host_pages else ()

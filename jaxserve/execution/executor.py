@@ -44,7 +44,7 @@ class Executor(abc.ABC):
     config: EngineConfig
     num_device_groups: int = 1
     refinement: Refinement | None = None
-    group: GroupRole | None = None
+    group: ProcessRole | None = None
     can_resize: bool = True
 
     @property
@@ -95,19 +95,21 @@ class Executor(abc.ABC):
         """Free all device memory. Nothing can be submitted afterwards."""
 
 
-class GroupRole(Protocol):
-    """The role of this process in a group of processes that serve one model together.
+class ProcessRole(abc.ABC):
+    """The role of this process among several that serve one model together.
 
     Process 0 leads: it schedules. The rest follow: they carry out the leader's plans.
     """
 
     @property
+    @abc.abstractmethod
     def is_leader(self) -> bool: ...
 
+    @abc.abstractmethod
     def check_leads(self) -> None:
         """Raise ProcessGroupError if this process follows."""
-        ...
 
+    @abc.abstractmethod
     def follow(self) -> None:
         """Carry out the leader's plans until it dismisses the followers or closes.
 
@@ -117,12 +119,11 @@ class GroupRole(Protocol):
           ProcessGroupError: this process leads.
           RuntimeClosedError: the leader has already closed.
         """
-        ...
 
+    @abc.abstractmethod
     def dismiss(self) -> None:
         """End `follow` on the other processes; the next plan waits until they follow again.
 
         Raises:
           ProcessGroupError: this process follows.
         """
-        ...

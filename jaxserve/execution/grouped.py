@@ -7,7 +7,6 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.executor import StepHandle
 from jaxserve.execution.model_executor import ModelExecutor, resize_all
 from jaxserve.execution.stages import StepExecutor
@@ -40,7 +39,6 @@ class GroupedExecutor(ModelExecutor):
         self.refinement = encode.refinement
         self._num_former = 0  # compilations of executors that were exchanged
         self._transport = LocalTransport(encode.page_pools, decode.page_pools)
-        self._is_closed = False
 
     @property
     def groups(self) -> tuple[StepExecutor, ...]:
@@ -52,8 +50,7 @@ class GroupedExecutor(ModelExecutor):
         return self._compilations.count + self._num_former + now
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        if self._is_closed:
-            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        self._raise_if_closed()
         if plan.handovers:
             with self._compilations.watch(plan):
                 sent = self._transport.send(plan, plan.index)

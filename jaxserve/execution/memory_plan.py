@@ -8,6 +8,7 @@ from typing import Any, Self, final
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.core.host import available_host_bytes
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.memory.page_pool import MIN_PAGES
 
 # Fractions of the free memory that a pool may take. Other processes use the memory of a CPU too, so
@@ -153,16 +154,17 @@ def _repeatable(num_pages: int, platform: str) -> int:
     return num_pages - num_pages % step
 
 
-def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
+def plan_host_pages(page_bytes: int, num_device_pages: int, wanted: int | str | None) -> int:
     """Return the number of host pages, which hold pages that leave the device.
 
     A page of `page_bytes` has all layers, on all devices that share the host's memory. By default
     there are as many as in the pool, up to a fraction of the free memory. Raises DeviceMemoryError
-    if `wanted_bytes` are not free.
+    if the `wanted` bytes are not free.
     """
     free = available_host_bytes()
-    if wanted_bytes is None:
+    if wanted is None:
         return min(num_device_pages, int(free * _HOST_SHARE) // page_bytes)
+    wanted_bytes = parse_bytes(wanted) if wanted else 0
     if wanted_bytes > free:
         raise DeviceMemoryError(
             f"host_memory={wanted_bytes:,} bytes do not fit on the host, where {free:,} are free; "

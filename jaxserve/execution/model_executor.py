@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CompilationAfterWarmupError
+from jaxserve.core.errors import CompilationAfterWarmupError, RuntimeClosedError
 from jaxserve.execution.executor import Executor
 from jaxserve.memory.page_pool import Moves
-from jaxserve.scheduling.plan import PromptLogprobs, Row, StepPlan, StepResult
+from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.sampling.sampler import SamplingNeeds
 from jaxserve.steps.step_function import STALL_EVENT
@@ -105,8 +105,13 @@ class ModelExecutor(Executor):
     def __init__(self, config: EngineConfig, *, strict: bool):
         self.config = config
         self._compilations = CompilationCounter(strict=strict)
+        self._is_closed = False
         # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
 
     @property
     def num_compilations(self) -> int:
@@ -204,24 +209,6 @@ class PromptPart:
     arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     spans: dict[int, slice]
 
-    @classmethod
-    def of(
-        cls,
-        arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        rows: Sequence[tuple[int, Row]],
-        starts: Sequence[int],
-    ) -> Self:
-        """Return the part of the rows that return prompt log-probabilities.
-
-        `rows` have their indices in the plan, and `starts` the index of each row's first token.
-        """
-        spans = {
-            i: slice(start, start + row.num_tokens)
-            for (i, row), start in zip(rows, starts, strict=True)
-            if row.wants_prompt_logprobs
-        }
-        return cls(arrays, spans)
-
 
 @final
 @dataclass(frozen=True)
@@ -230,19 +217,6 @@ class PooledPart:
 
     array: jax.Array
     places: dict[int, int]
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[tuple[int, Row]],
-        pool: Callable[[Sequence[Row]], jax.Array],
-    ) -> Self | None:
-        """Return the part of the rows that pool; None without any.
-
-        `rows` are those of the batch, in its order, with their indices in the plan.
-        """
-        places = {i: place for place, (i, row) in enumerate(rows) if row.num_pooled}
-        return cls(pool([row for _, row in rows]), places) if places else None
 
 
 @final

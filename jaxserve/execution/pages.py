@@ -158,182 +158,21 @@ class OwnShards:
 
 
 @final
-class HostPages:
-    """Host memory for `num_pages` pages, allocated when the first page arrives.
-
-    An additional page, with the id `num_pages`, is the target of copies whose contents are unused.
-
-    Pages that leave the device are gathered into a separate buffer first, because the cache is
-    donated to the next step, which may write to them. A thread stores them, one call after another;
-    a caller that needs a page waits for that page alone. The first method that allocates raises
-    HostMemoryError if the host does not have the memory.
-    """
-
-    def __init__(
-        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_incoming_bytes: int
-    ):
-        self._num_pages = num_pages + 1
-        self._max_incoming_bytes = max_incoming_bytes
-        self._place = place
-        self._own = OwnShards(place)
-        self._buffers: list[np.ndarray] = []
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
-        # The newest copy to each page in transit.
-        self._arriving: dict[int, Future[None]] = {}
-        # The calls whose pages are in transit, oldest first; some have arrived.
-        self._calls: deque[Future[None]] = deque()
-        self.staging = staging_place(place)
-        self._gather = shelf.function("gathered", gathered)
-        self._scatter = shelf.function(
-            "scattered", scattered, donate_argnums=0, out_shardings=place
-        )
-
-    def preparations(self, cache: KVCache) -> list[tuple[str, Callable[[], Any]]]:
-        ids = np.zeros(PAGES_A_CALL, np.int32)
-        pages = jax.tree.map(self._own.abstract, abstract_pages(cache, PAGES_A_CALL))
-        return [
-            ("pages to the host", partial(self._gather.prepare, cache, ids)),
-            ("pages from the host", partial(self._scatter.prepare, cache, ids, pages)),
-        ]
-
-    def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
-        """Start copies of (device page, host page). The caller may donate the cache afterwards."""
-        for some in chunks(copies, PAGES_A_CALL):
-            ids = np.zeros(PAGES_A_CALL, np.int32)
-            ids[: len(some)] = [page for page, _ in some]
-            leaving = jax.tree.leaves(self._gather(cache, ids))
-            for each in leaving:
-                each.copy_to_host_async()
-            self.allocate(leaving)
-            self._wait_while_full(sum(map(self._own.nbytes, leaving)))
-            host_pages = tuple(host_page for _, host_page in some)
-            arriving = self._copier.submit(self._store, host_pages, leaving)
-            self._arriving.update((host_page, arriving) for host_page in host_pages)
-            self._calls.append(arriving)
-
-    def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
-        """Return the cache with (host page, device page) copied into it; `cache` is donated.
-
-        Pages in transit take device memory twice, so at most `max_incoming_bytes` come at once.
-        """
-        num_bytes = 0
-        for some in chunks(copies, PAGES_A_CALL):
-            ids = np.zeros(PAGES_A_CALL, np.int32)
-            ids[: len(some)] = [page for _, page in some]
-            pages = self._read(cache, some, PAGES_A_CALL)
-            num_new_bytes = sum(each.nbytes for each in pages)
-            if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
-                jax.block_until_ready(cache)
-                num_bytes = 0
-            values = self._own.to_devices(pages, like=jax.tree.leaves(cache))
-            cache = self._scatter(cache, ids, _as_in(cache, values))
-            num_bytes += num_new_bytes
-        return cache
-
-    def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
-        """Return the contents of at most `count` (host page, device page), for a step to copy."""
-        target = np.full(count, cache.num_pages, np.int32)
-        target[: len(copies)] = [page for _, page in copies]
-        pages = self._read(cache, copies, count)
-        values = self._own.to_devices(pages, like=jax.tree.leaves(cache), place=self.staging)
-        return IncomingPages(target, _as_in(cache, values))  # pyrefly: ignore[bad-argument-type]
-
-    def allocate(self, like: Sequence[jax.Array]) -> None:
-        """Allocate a buffer for each of these arrays, once."""
-        if self._buffers:
-            return
-        try:
-            self._buffers = [
-                np.empty((self._num_pages, shape[0], *shape[2:]), dtype)
-                for shape, dtype in ((self._own.shape(each.shape), each.dtype) for each in like)
-            ]
-        except MemoryError as error:
-            raise HostMemoryError(
-                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
-                "smaller host_memory, or 0"
-            ) from error
-
-    def settle(self) -> None:
-        self._wait_for(list(self._arriving))
-
-    def has_arrived(self, host_page: int) -> bool:
-        """Return whether no copy to a host page is pending, and the newest has not failed."""
-        arriving = self._arriving.get(host_page)
-        return arriving is None or (arriving.done() and arriving.exception() is None)
-
-    def read(self, cache: KVCache, host_page: int) -> bytes:
-        """Return the contents of a host page, which are arbitrary before the first copy."""
-        self._wait_for((host_page,))
-        self.allocate(jax.tree.leaves(cache))
-        return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
-
-    def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
-        """Store contents that `read` returned for this cache or for one of the same layout."""
-        arriving = self._arriving.pop(host_page, None)
-        if arriving is not None:
-            wait((arriving,))  # it may have failed, but its contents are no longer needed
-        self.allocate(jax.tree.leaves(cache))
-        start = 0
-        for buffer in self._buffers:
-            page = buffer[host_page]
-            flat = np.frombuffer(contents, page.dtype, page.size, start)
-            buffer[host_page] = flat.reshape(page.shape)
-            start += page.nbytes
-
-    def drop_arriving(self) -> None:
-        """Drop pages in transit, which failed steps may never deliver."""
-        wait(self._calls)
-        self._arriving.clear()
-        self._calls.clear()
-
-    def delete(self) -> None:
-        self._copier.shutdown(cancel_futures=True)
-        self._arriving.clear()
-        self._calls.clear()
-        self._buffers.clear()
-
-    def _read(
-        self, cache: KVCache, copies: Sequence[tuple[int, int]], count: int
-    ) -> list[np.ndarray]:
-        """Return the pages of the copies, padded to `count`, for each buffer of the cache."""
-        self._wait_for([host_page for host_page, _ in copies])
-        self.allocate(jax.tree.leaves(cache))
-        wanted = np.zeros(count, np.int64)
-        wanted[: len(copies)] = [host_page for host_page, _ in copies]
-        # Host pages are the leading axis, so that a page of a layer is contiguous.
-        return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
-
-    def _wait_while_full(self, num_bytes: int) -> None:
-        """Wait until a call of `num_bytes` may start."""
-        most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
-        while self._calls and (len(self._calls) >= most or self._calls[0].done()):
-            self._calls.popleft().result()
-
-    def _wait_for(self, host_pages: Iterable[int]) -> None:
-        for host_page in host_pages:
-            arriving = self._arriving.pop(host_page, None)
-            if arriving is not None:
-                arriving.result()
-
-    def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
-        """Store pages once they arrive; runs on the thread of copies."""
-        for buffer, each in zip(self._buffers, leaving, strict=True):
-            pages = self._own.to_host(each)
-            for i, host_page in enumerate(host_pages):
-                buffer[host_page] = pages[:, i]
-
-
-def _as_in(cache: KVCache, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(cache), leaves)
-
-
-@final
 class DevicePages:
     """The page cache on the device, and the pages that were copied from it to the host.
 
-    Every step donates `cache` and replaces it with its result. At most `max_incoming_bytes` are in
-    transit from the host. `copy` returns pages of a buffer by their ids; by default `gathered`,
-    jitted.
+    Every step donates `cache` and replaces it with its result.
+
+    The memory of the host pages is allocated when the first page arrives; the first method that
+    allocates raises HostMemoryError if the host does not have it. An additional page, with the id
+    `num_host_pages`, is the target of copies whose contents are unused. Pages that leave the device
+    are gathered into a separate buffer first, because the cache is donated to the next step, which
+    may write to them. A thread stores them, one call after another; a caller that needs a page
+    waits for that page alone.
+
+    Args:
+      max_incoming_bytes: maximum size of the pages in transit from the host.
+      copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
     """
 
     def __init__(
@@ -348,8 +187,22 @@ class DevicePages:
     ):
         self.cache = cache
         self.place = place
-        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_incoming_bytes)
         self._copy = copy or jax.jit(gathered, out_shardings=place)
+        self._num_host_pages = num_host_pages + 1
+        self._max_incoming_bytes = max_incoming_bytes
+        self._own = OwnShards(place)
+        self._staging = staging_place(place)
+        shelf = shelf or unkept(place)
+        self._gather = shelf.function("gathered", gathered)
+        self._scatter = shelf.function(
+            "scattered", scattered, donate_argnums=0, out_shardings=place
+        )
+        self._host: list[np.ndarray] = []
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
+        # The newest copy to each host page in transit.
+        self._arriving: dict[int, Future[None]] = {}
+        # The calls whose pages are in transit, oldest first; some have arrived.
+        self._calls: deque[Future[None]] = deque()
 
     @property
     def num_buffers(self) -> int:
@@ -364,57 +217,154 @@ class DevicePages:
     @property
     def shard_bytes(self) -> int:
         """Bytes of the cache on one device."""
-        leaves = jax.tree.leaves(self.cache)
-        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in self._leaves)
 
     @property
     def page_shape(self) -> tuple[Any, ...]:
         """Shape and dtype of a page in the first buffer, on which its contents depend."""
-        leaf = jax.tree.leaves(self.cache)[0]
+        leaf = self._leaves[0]
         return (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
 
     @property
     def host_page_bytes(self) -> int:
-        return sum(leaf.nbytes // leaf.shape[1] for leaf in jax.tree.leaves(self.cache))
+        return sum(leaf.nbytes // leaf.shape[1] for leaf in self._leaves)
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return jax.tree.leaves(self.cache)
 
     def replace(self, cache: KVCache) -> None:
         """Set the cache to the result of a function that may have donated the previous one."""
         self.cache = cache
 
+    # ---- copies to the host and from it ----
+
+    def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+        cache, ids = abstract(self.cache), np.zeros(PAGES_A_CALL, np.int32)
+        pages = jax.tree.map(self._own.abstract, abstract_pages(cache, PAGES_A_CALL))
+        return [
+            ("pages to the host", partial(self._gather.prepare, cache, ids)),
+            ("pages from the host", partial(self._scatter.prepare, cache, ids, pages)),
+        ]
+
+    def allocate_host(self) -> None:
+        """Allocate the memory of the host pages now, once."""
+        if self._host:
+            return
+        try:
+            self._host = [
+                np.empty((self._num_host_pages, shape[0], *shape[2:]), each.dtype)
+                for each in self._leaves
+                for shape in [self._own.shape(each.shape)]
+            ]
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"the host has no memory for {self._num_host_pages - 1:,} pages ({error}); pass a "
+                "smaller host_memory, or 0"
+            ) from error
+
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
 
-        Copies to the host finish in the background.
+        Copies to the host finish in the background. Pages in transit from it take device memory
+        twice, so at most `max_incoming_bytes` come at once.
         """
-        self._host.swap_out(self.cache, out)
-        if back:
-            self.cache = self._host.swap_in(self.cache, back)
+        for some in chunks(out, PAGES_A_CALL):
+            self._send_out(some)
+        num_bytes = 0
+        for some in chunks(back, PAGES_A_CALL):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for _, page in some]
+            pages = self._read(some, PAGES_A_CALL)
+            num_new_bytes = sum(each.nbytes for each in pages)
+            if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
+                jax.block_until_ready(self.cache)
+                num_bytes = 0
+            values = self._own.to_devices(pages, like=self._leaves)
+            self.cache = self._scatter(self.cache, ids, self._in_cache(values))
+            num_bytes += num_new_bytes
 
     def incoming(self, back: PageCopies, count: int) -> IncomingPages:
-        """Return the pages of at most `count` copies from the host, for a step to write."""
-        return self._host.incoming(self.cache, back, count)
-
-    def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
-        return self._host.preparations(abstract(self.cache))
+        """Return the contents of at most `count` (host page, device page), for a step to copy."""
+        target = np.full(count, self.num_pages, np.int32)
+        target[: len(back)] = [page for _, page in back]
+        pages = self._read(back, count)
+        values = self._own.to_devices(pages, like=self._leaves, place=self._staging)
+        return IncomingPages(target, self._in_cache(values))  # pyrefly: ignore[bad-argument-type]
 
     def abstract_incoming(self, count: int) -> IncomingPages | None:
         if not count:
             return None
-        values = abstract_pages(self.cache, count, sharding=self._host.staging)
+        values = abstract_pages(self.cache, count, sharding=self._staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
 
-    def allocate_host(self) -> None:
-        """Allocate the memory of the host pages now, or raise HostMemoryError."""
-        self._host.allocate(jax.tree.leaves(self.cache))
-
     def has_arrived(self, host_page: int) -> bool:
-        return self._host.has_arrived(host_page)
+        """Return whether no copy to a host page is pending, and the newest has not failed."""
+        arriving = self._arriving.get(host_page)
+        return arriving is None or (arriving.done() and arriving.exception() is None)
 
     def read_host_page(self, host_page: int) -> bytes:
-        return self._host.read(self.cache, host_page)
+        """Return the contents of a host page, which are arbitrary before the first copy."""
+        self._wait_for((host_page,))
+        self.allocate_host()
+        return b"".join(buffer[host_page].tobytes() for buffer in self._host)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        self._host.write(self.cache, host_page, contents)
+        """Store contents that `read_host_page` returned for a cache of the same layout."""
+        arriving = self._arriving.pop(host_page, None)
+        if arriving is not None:
+            wait((arriving,))  # it may have failed, but its contents are no longer needed
+        self.allocate_host()
+        start = 0
+        for buffer in self._host:
+            page = buffer[host_page]
+            flat = np.frombuffer(contents, page.dtype, page.size, start)
+            buffer[host_page] = flat.reshape(page.shape)
+            start += page.nbytes
+
+    def _send_out(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Start one call of copies of (device page, host page)."""
+        ids = np.zeros(PAGES_A_CALL, np.int32)
+        ids[: len(copies)] = [page for page, _ in copies]
+        leaving = jax.tree.leaves(self._gather(self.cache, ids))
+        for each in leaving:
+            each.copy_to_host_async()
+        self.allocate_host()
+        num_bytes = sum(map(self._own.nbytes, leaving))
+        most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
+        while self._calls and (len(self._calls) >= most or self._calls[0].done()):
+            self._calls.popleft().result()
+        host_pages = tuple(host_page for _, host_page in copies)
+        arriving = self._copier.submit(self._store, host_pages, leaving)
+        self._arriving.update((host_page, arriving) for host_page in host_pages)
+        self._calls.append(arriving)
+
+    def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
+        """Store pages once they arrive; runs on the thread of copies."""
+        for buffer, each in zip(self._host, leaving, strict=True):
+            pages = self._own.to_host(each)
+            for i, host_page in enumerate(host_pages):
+                buffer[host_page] = pages[:, i]
+
+    def _read(self, copies: Sequence[tuple[int, int]], count: int) -> list[np.ndarray]:
+        """Return the host pages of the copies, padded to `count`, for each buffer of the cache."""
+        self._wait_for([host_page for host_page, _ in copies])
+        self.allocate_host()
+        wanted = np.zeros(count, np.int64)
+        wanted[: len(copies)] = [host_page for host_page, _ in copies]
+        # Host pages are the leading axis, so that a page of a layer is contiguous.
+        return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._host]
+
+    def _wait_for(self, host_pages: Iterable[int]) -> None:
+        for host_page in host_pages:
+            arriving = self._arriving.pop(host_page, None)
+            if arriving is not None:
+                arriving.result()
+
+    def _in_cache(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.cache), leaves)
+
+    # ---- the pool ----
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Change the number of pages, as `Executor.resize` specifies.
@@ -423,7 +373,7 @@ class DevicePages:
         two caches and one buffer of the smaller: the keys of one layer if each layer has its own
         buffers, and half of the smaller cache if all layers share two.
         """
-        self._host.settle()  # copies in flight hold device memory
+        self._wait_for(list(self._arriving))  # copies in flight hold device memory
         old_num_pages = self.num_pages
         try:
             self._bring_to(num_pages, moves)
@@ -433,24 +383,32 @@ class DevicePages:
 
     def drop(self) -> None:
         """Free the memory on the device. `cache` has shapes only, until `replace`."""
-        leaves = jax.tree.leaves(self.cache)
+        leaves = self._leaves
         self.cache = abstract(self.cache)
         for leaf in leaves:
             if isinstance(leaf, jax.Array):
                 leaf.delete()
 
     def renew(self) -> None:
-        """Replace the cache by zeros of the same shapes, after a step that may have donated it."""
+        """Replace the cache by zeros of the same shapes, after a step that may have donated it.
+
+        Pages in transit to the host are dropped, since failed steps may never deliver them.
+        """
         like = abstract(self.cache)
-        for leaf in jax.tree.leaves(self.cache):
+        for leaf in self._leaves:
             leaf.delete()
         self.cache = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
-        self._host.drop_arriving()
+        wait(self._calls)
+        self._arriving.clear()
+        self._calls.clear()
 
     def delete(self) -> None:
-        self._host.delete()
+        self._copier.shutdown(cancel_futures=True)
+        self._arriving.clear()
+        self._calls.clear()
+        self._host.clear()
         self.drop()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:

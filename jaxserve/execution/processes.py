@@ -9,14 +9,14 @@ passes between the groups through a `KVTransport`.
 
 from __future__ import annotations
 
-import abc
 import enum
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -28,7 +28,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.executor import StepHandle
+from jaxserve.execution.executor import ProcessRole, StepHandle
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.transport import (
@@ -83,8 +83,8 @@ class FollowerReport:
 # ---- executors ----
 
 
-class ProcessExecutor(ModelExecutor):
-    """This process's executor in a group of processes, and its `GroupRole`; it owns `executor`.
+class ProcessExecutor(ModelExecutor, ProcessRole):
+    """This process's executor among several, and its `ProcessRole`; it owns `executor`.
 
     The processes compile in the same order, and do not resize, since they would have to agree on
     the size. Each can read only its own part of a host page, so there is no `host_memory`. In
@@ -115,6 +115,9 @@ class ProcessExecutor(ModelExecutor):
         self._processes = processes or (tuple(range(group.num_processes)),)
         self._own_index = 0 if group.process_id in self._processes[0] else 1
         self._handovers = transport
+        self._reports: _Reports | None = None
+        if processes is not None and group.is_leader:
+            self._reports = _Reports(group, processes[1 - self._own_index][0])
         self._num_plans = 0
         self._num_updates = 0
 
@@ -183,15 +186,6 @@ class ProcessExecutor(ModelExecutor):
     def is_leader(self) -> bool:
         return self._group.is_leader
 
-    @abc.abstractmethod
-    def check_leads(self) -> None: ...
-
-    @abc.abstractmethod
-    def follow(self) -> None: ...
-
-    @abc.abstractmethod
-    def dismiss(self) -> None: ...
-
     @property
     def _transport(self) -> KVTransport:
         assert self._handovers is not None, "a handover, with one device group"
@@ -223,20 +217,6 @@ class LeadingExecutor(ProcessExecutor):
     It alone decides when pages that pass between device groups have arrived, and which of them are
     still needed.
     """
-
-    def __init__(
-        self,
-        executor: DeviceExecutor,
-        group: ProcessGroup,
-        processes: Processes | None = None,
-        transport: KVTransport | None = None,
-        *,
-        strict: bool = False,
-    ):
-        super().__init__(executor, group, processes, transport, strict=strict)
-        self._reports = None
-        if self.num_device_groups > 1:
-            self._reports = _Reports(self._group, self._processes[1 - self._own_index][0])
 
     def check_leads(self) -> None:
         pass
@@ -330,24 +310,11 @@ class FollowingExecutor(ProcessExecutor):
     """The executor of a process that carries out only the leader's plans.
 
     One thread waits for results in the order of the plans, and a second one for pages. The first
-    process of a device group reports to the leader, unless it leads itself or shares the leader's
-    group. A failure ends all processes, because no process can continue without this one's devices.
+    process of a device group reports them to the leader. A failure ends all processes, because no
+    process can continue without this one's devices.
     """
 
-    def __init__(
-        self,
-        executor: DeviceExecutor,
-        group: ProcessGroup,
-        processes: Processes | None = None,
-        transport: KVTransport | None = None,
-        *,
-        strict: bool = False,
-    ):
-        super().__init__(executor, group, processes, transport, strict=strict)
-        self._is_reporter = self._group.process_id == self._processes[self._own_index][0]
-        self._results = _Waits("jaxserve-reports", self._group)
-        self._pages = _Waits("jaxserve-pages", self._group)
-        self._is_over = False
+    _is_over = False
 
     def check_leads(self) -> None:
         raise self._refusal()
@@ -355,8 +322,24 @@ class FollowingExecutor(ProcessExecutor):
     def follow(self) -> None:
         if self._is_over:
             raise RuntimeClosedError("the leader closed this runtime; create a new one on all")
-        with self._group.reporting_failure(), _without_interrupts():
-            self._is_over = self._follow() is Command.CLOSE
+        with (
+            self._group.reporting_failure(),
+            _without_interrupts(),
+            closing(_Waits("jaxserve-reports", self._group)) as results,
+            closing(_Waits("jaxserve-pages", self._group)) as pages,
+        ):
+            while not isinstance(message := self._group.receive(), Command):
+                if isinstance(message, ParamsUpdated):
+                    self._check_updates(message.count)
+                elif isinstance(message, StepFailed):
+                    raise message.error
+                elif isinstance(message, Arrived):
+                    self._transport.write(message)
+                else:
+                    self._carry_out(message, results, pages)
+            for waits in (results, pages):
+                waits.settle()
+            self._is_over = message is Command.CLOSE
 
     def dismiss(self) -> None:
         raise self._refusal()
@@ -370,8 +353,6 @@ class FollowingExecutor(ProcessExecutor):
         if not self._is_over:
             self._is_over = True
             self._group.fail("it closed its runtime before the leader did; call rt.follow() first")
-        for waits in (self._results, self._pages):
-            waits.close()
         self._close_own()
 
     def _refusal(self) -> ProcessGroupError:
@@ -380,36 +361,19 @@ class FollowingExecutor(ProcessExecutor):
             "call rt.follow() here"
         )
 
-    def _follow(self) -> Command:
-        while not isinstance(message := self._group.receive(), Command):
-            if isinstance(message, ParamsUpdated):
-                self._check_updates(message.count)
-            elif isinstance(message, StepFailed):
-                raise message.error
-            elif isinstance(message, Arrived):
-                self._transport.write(message)
-            else:
-                self._carry_out(message)
-        for waits in (self._results, self._pages):
-            waits.settle()
-        return message
-
-    def _carry_out(self, plan: StepPlan) -> None:
+    def _carry_out(self, plan: StepPlan, results: _Waits, pages: _Waits) -> None:
         """Carry out this process's part of a plan."""
         number = self._number()
         if plan.handovers:
             if (sent := self._sent(plan, number)) is not None:
-                self._pages.put(self._reporting(number, sent))
+                pages.put(partial(self._report, number, sent))
         elif plan.group == self._own_index:
-            self._results.put(self._reporting(number, self._executor.submit(plan)))
+            results.put(partial(self._report, number, self._executor.submit(plan)))
 
-    def _reporting(self, number: int, awaited: Awaited) -> Callable[[], None]:
-        def read() -> None:
-            content = awaited.collect()
-            if self._is_reporter:
-                self._group.report(FollowerReport(number, content))
-
-        return read
+    def _report(self, number: int, awaited: Awaited) -> None:
+        content = awaited.collect()
+        if self._group.process_id == self._processes[self._own_index][0]:
+            self._group.report(FollowerReport(number, content))
 
     def _check_updates(self, count: int) -> None:
         if self._num_updates != count:

@@ -17,15 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailedError
-from jaxserve.execution.build import ExecutorSpec
-from jaxserve.execution.compilation import executable_store
+from jaxserve.execution.build import ExecutorSpec, PlacedModel
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor
-from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.execution.transport import LocalTransport
 from jaxserve.models.config import check_fits
 from jaxserve.steps.preparation import Preparation
-from jaxserve.steps.programs import Programs
 from jaxserve.steps.step_function import Placement, StepFunction, abstract
 from sharding import DeviceGroups, make_groups, placed, state_shardings
 from sharding.rules import replicated
@@ -215,15 +212,17 @@ class GroupMaker:
         The engine may serve meanwhile. Only shapes and dtypes of `params` are read.
         """
         return [
-            self._programs(mesh, config).step_bytes(
+            model.step_bytes(
+                model.programs(config),
                 _shapes(params, state_shardings(params, mesh)),
-                self._cache_plan(_place(mesh)).abstract(num_pages),
+                num_pages,
             )
             for mesh, config in zip(meshes_of(groups), self._configs(num_pages), strict=True)
+            for model in [self._model(mesh)]
         ]
 
     def page_bytes(self, mesh: Mesh) -> int:
-        return self._cache_plan(_place(mesh)).page_bytes
+        return self._model(mesh).page_bytes
 
     def placing_s(self, params: Any, groups: DeviceGroups) -> float:
         """Return the seconds that placing the parameters on other groups is expected to take.
@@ -260,41 +259,29 @@ class GroupMaker:
         return prepared
 
     def _prepared(self, mesh: Mesh, params: Any, config: EngineConfig) -> _Prepared:
-        place = _place(mesh)
-        shardings = state_shardings(params, mesh)
-        programs = self._programs(mesh, config)
-        plan = self._cache_plan(place)
-        cache = jax.tree.map(partial(_shape, place.pages), plan.abstract(config.num_pages))
+        model, shardings = self._model(mesh), state_shardings(params, mesh)
+        programs = model.programs(config)
+        cache = model.abstract_cache(config.num_pages)
         executor = DeviceExecutor(
             config,
             programs,
             _shapes(params, shardings),
-            cache,
+            jax.tree.map(partial(_shape, model.place.pages), cache),
             strict=self.spec.options.strict,
             takes_masks=self.spec.takes_masks,
         )
-        return _Prepared(executor, shardings, plan.maker(config.num_pages, programs.shelf))
+        return _Prepared(executor, shardings, model.cache_maker(config.num_pages, programs.shelf))
 
     def empty_cache(self, mesh: Mesh, config: EngineConfig) -> Any:
-        shelf = self._programs(mesh, config).shelf
-        return self._cache_plan(_place(mesh)).new(config.num_pages, shelf)
+        model = self._model(mesh)
+        return model.new_cache(config.num_pages, model.programs(config).shelf)
 
     def _configs(self, num_pages: int) -> tuple[EngineConfig, EngineConfig]:
-        decode = engine_config(self.spec.model_config, self.spec.options, num_pages=num_pages)
+        decode = self.spec.config(num_pages=num_pages)
         return decode.without_proposals(), decode
 
-    def _programs(self, mesh: Mesh, config: EngineConfig) -> Programs:
-        return Programs.shared(
-            self.spec.graphdef,
-            config,
-            self.spec.model_config,
-            _place(mesh),
-            self.spec.probe,
-            executable_store(),
-        )
-
-    def _cache_plan(self, place: Placement) -> CachePlan:
-        return CachePlan(self.spec.model_config, self.spec.options, self.spec.layer_layout, place)
+    def _model(self, mesh: Mesh) -> PlacedModel:
+        return PlacedModel(self.spec, Placement.like(replicated(mesh)))
 
 
 @final
@@ -431,10 +418,6 @@ def _shape(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _shapes(params: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, sharding: _shape(sharding, leaf), params, shardings)
-
-
-def _place(mesh: Mesh) -> Placement:
-    return Placement.like(replicated(mesh))
 
 
 def meshes_of(groups: DeviceGroups) -> list[Mesh]:

@@ -9,20 +9,19 @@ from functools import partial
 from math import gcd
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.model_executor import SubmittedStep
-from jaxserve.execution.stages import DeviceStage, StepExecutor, WarmupStep
+from jaxserve.execution.stages import DeviceStage, Hidden, StepExecutor, WarmupStep
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
-    ChoosingRows,
     DecodeWindow,
     decode_window,
+    head_sizes,
     loop_sizes,
     no_masks,
     pack_choosing,
@@ -124,7 +123,7 @@ class WindowPass:
             hidden = stage.decode(self.rows, self.window, hidden, iteration, proposed)
         assert hidden is not None, "a model without stages"
         if self.proposals is None:
-            self.outputs, chosen = last.sample(hidden, self.index, self.outputs, variant)
+            self.outputs, chosen = last.sample_one(hidden, self.index, self.outputs, variant)
         else:
             self.outputs, chosen, self.proposals = last.choose(
                 self.packed, hidden, self.outputs, self.proposals, variant
@@ -240,36 +239,6 @@ class StagedExecutor(StepExecutor):
         outputs = [each.outputs for each in passes]
         return SubmittedStep(plan, needs, outputs[-1].tokens, outputs, output_rows)
 
-    def _sample(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        index: np.ndarray,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        """Sample on the last stage and send the tokens to the rest."""
-        last = self._stages[-1]
-        none = last.no_outputs(len(index), 1, variant)
-        outputs, chosen = last.sample(row_hidden, index, none, variant, masks)
-        for stage in self._stages[:-1]:
-            stage.send(index, chosen)
-        return outputs
-
-    def _verify(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        rows: ChoosingRows,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        """Choose tokens of rows with proposals on the last stage, and send them to the rest."""
-        outputs, chosen = self._stages[-1].verify(row_hidden, rows, masks, variant)
-        for stage in self._stages[:-1]:
-            stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
-        return outputs
-
     # ---- warm-up ----
 
     def _executables(self) -> list[WarmupStep]:
@@ -301,6 +270,10 @@ class StagedExecutor(StepExecutor):
             name = variant.name.lower()
             for num in reversed(variant.sizes(config.head_buckets)):
                 yield f"{name} sampling, {num} rows", partial(self._warm_head, variant, num)
+            if self._takes_masks:
+                for num in reversed(head_sizes(config, variant, has_masks=True)):
+                    step = partial(self._warm_masked_head, variant, num)
+                    yield f"{name} sampling with masks, {num} rows", step
             for speculates in (False, True) if config.num_proposed else (False,):
                 loop = "speculating loop" if speculates else "decoding"
                 windows = loop_sizes(config, variant, speculates=speculates)
@@ -311,31 +284,33 @@ class StagedExecutor(StepExecutor):
 
     def _warm_edits(self) -> None:
         for stage in self._stages:
-            with stage.programs.place.in_force():
-                stage.slots.warm_up(takes_masks=self._takes_masks)
+            stage.slots.warm_up(takes_masks=self._takes_masks)
 
     def _warm_copies(self) -> None:
         for stage in self._stages:
             for _, prepare in stage.pages.preparations():
                 prepare()
 
-    def _warm_body(self, num_tokens: int, *, brings_pages: bool = False) -> jax.Array:
+    def _warm_body(self, num_tokens: int, *, brings_pages: bool = False) -> Hidden:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        hidden, row_hidden, _ = self._pass(batch, brings_pages=brings_pages)
+        hidden = self._pass(batch, brings_pages=brings_pages)
         self._stages[-1].prompt_logprobs(hidden, batch)
-        self._stages[-1].pool(hidden, row_hidden, batch, ())
-        return row_hidden
+        self._stages[-1].pool(hidden, batch, ())
+        return hidden
 
     def _warm_head(self, variant: Variant, num_rows: int) -> None:
-        row_hidden = self._warm_body(self.config.token_buckets[0])
-        index = np.full(num_rows, self.config.max_slots, np.int32)
-        self._sample(row_hidden, None, index, None, variant)
-        if self._takes_masks:
-            masks = no_masks(num_rows, self._stages[-1].programs.model_config.vocab_size)
-            self._sample(row_hidden, None, index, masks, variant)
-            if self.config.num_proposed:
-                no_rows = pack_choosing(self.config, (), num_rows)
-                self._verify(row_hidden, None, no_rows, masks, variant)
+        hidden = self._warm_body(self.config.token_buckets[0])
+        self._sample(hidden, self._no_slots(num_rows), None, variant)
+
+    def _warm_masked_head(self, variant: Variant, num_rows: int) -> None:
+        hidden = self._warm_body(self.config.token_buckets[0])
+        masks = no_masks(num_rows, self._stages[-1].programs.model_config.vocab_size)
+        self._sample(hidden, self._no_slots(num_rows), masks, variant)
+        if self.config.num_proposed:
+            self._verify(hidden, pack_choosing(self.config, (), num_rows), masks, variant)
+
+    def _no_slots(self, num_rows: int) -> np.ndarray:
+        return np.full(num_rows, self.config.max_slots, np.int32)
 
     def _warm_loop(self, variant: Variant, num_rows: int, speculates: bool) -> None:
         last = self._stages[-1]

@@ -7,15 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig, bucket
-from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.model_executor import (
     ModelExecutor,
@@ -80,6 +78,20 @@ class _Sampled:
     num_proposed: np.ndarray | None
 
 
+class Hidden(NamedTuple):
+    """The output of a stage in a mixed step, or hidden states, if it is the last one.
+
+    Attributes:
+      tokens: of every token, [T, E].
+      rows: of every row, [S, E].
+      tapped: what a probe reads, [S, E]; None without one.
+    """
+
+    tokens: jax.Array
+    rows: jax.Array
+    tapped: jax.Array | None
+
+
 @final
 class DeviceStage:
     """Some layers of a model, or all of them, on their devices.
@@ -119,11 +131,6 @@ class DeviceStage:
         """Keep only the shapes of the parameters, until the next update."""
         self.params = abstract(self.params)
 
-    def swap(self, out: PageCopies, back: PageCopies) -> None:
-        """Copy pages to and from the host, before the plan's edits and rows."""
-        with self.programs.place.in_force():
-            self.pages.swap(out, back)
-
     def incoming(self, back: PageCopies) -> IncomingPages:
         return self.pages.incoming(back, self.programs.config.num_incoming_pages)
 
@@ -131,9 +138,8 @@ class DeviceStage:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
         if self._incoming:
             self._redirect(plan)
-        with self.programs.place.in_force():
-            self.slots.apply(plan)
-            self.states.apply(self.pages, plan.moves)
+        self.slots.apply(plan)
+        self.states.apply(self.pages, plan.moves)
 
     def _redirect(self, plan: StepPlan) -> None:
         """Have tokens in transit follow the plan's moves of slots."""
@@ -152,26 +158,22 @@ class DeviceStage:
 
     def mixed(
         self, batch: MixedBatch, inputs: jax.Array | None, incoming: IncomingPages | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return this stage's output for every token, [T, E], and for every row, [S, E].
-
-        The last array is what a probe reads, or a draft model; None without them.
-        """
+    ) -> Hidden:
+        """Compute this stage's layers of a batch; `inputs` are the previous stage's tokens."""
         if self._incoming:
             slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
             self._take_in(slots)
-        with self.programs.place.in_force():
-            self.pages.cache, hidden, row_hidden, tapped = self.programs.mixed_body(
-                self.params,
-                self.pages.cache,
-                self.slots.state,
-                batch,
-                self.programs.plan_mixed(batch),
-                self._moved(inputs),
-                incoming,
-                self.programs.draft_mixed(batch),
-            )
-        return hidden, row_hidden, tapped
+        self.pages.cache, *hidden = self.programs.mixed_body(
+            self.params,
+            self.pages.cache,
+            self.slots.state,
+            batch,
+            self.programs.plan_mixed(batch),
+            self._moved(inputs),
+            incoming,
+            self.programs.draft_mixed(batch),
+        )
+        return Hidden(*hidden)
 
     def encode(self, batch: MixedBatch) -> jax.Array:
         """Return the encoder's output for whole prompts, [T, E]. Only on the first stage."""
@@ -185,17 +187,13 @@ class DeviceStage:
                 self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded)
             )
 
-    def pool(
-        self, hidden: jax.Array, row_hidden: jax.Array, batch: MixedBatch, rows: Sequence[Row]
-    ) -> jax.Array:
+    def pool(self, hidden: Hidden, batch: MixedBatch, rows: Sequence[Row]) -> jax.Array:
         """Return what rows that pool deliver, [slots, width]. Only on the last stage."""
-        with self.programs.place.in_force():
-            return self.programs.pool(self.params, hidden, row_hidden, batch, rows)
+        return self.programs.pool(self.params, hidden.tokens, hidden.rows, batch, rows)
 
-    def prompt_logprobs(self, hidden: jax.Array, batch: MixedBatch) -> Any:
+    def prompt_logprobs(self, hidden: Hidden, batch: MixedBatch) -> Any:
         """Return arrays over a batch's tokens, for `PromptPart`. Only on the last stage."""
-        with self.programs.place.in_force():
-            return self.programs.prompt_logprobs(self.params, self.slots.state, hidden, batch)
+        return self.programs.prompt_logprobs(self.params, self.slots.state, hidden.tokens, batch)
 
     def decode(
         self,
@@ -215,57 +213,71 @@ class DeviceStage:
         if proposed is not None:
             num_proposed = proposed.tokens.shape[1]
             proposed = jax.device_put(proposed, self.programs.place.whole)
-        with self.programs.place.in_force():
-            self.pages.cache, hidden = self.programs.stage.decode(
-                self.params,
-                self.pages.cache,
-                self.slots.state,
-                pack_window(window, rows),
-                self.programs.plan_decode(rows, window, iteration, num_proposed),
-                self._moved(inputs),
-                proposed,
-            )
+        self.pages.cache, hidden = self.programs.stage.decode(
+            self.params,
+            self.pages.cache,
+            self.slots.state,
+            pack_window(window, rows),
+            self.programs.plan_decode(rows, window, iteration, num_proposed),
+            self._moved(inputs),
+            proposed,
+        )
         return hidden
 
     def sample(
-        self,
-        hidden: jax.Array,
-        index: np.ndarray,
-        outputs: Outputs,
-        variant: Variant,
-        masks: Any = None,
+        self, hidden: Hidden, index: np.ndarray, masks: Any, variant: Variant
     ) -> tuple[Outputs, Chosen]:
-        """Sample on the last stage, which alone may also `propose`, `choose` and `verify`."""
+        """Choose a token for the slots at `index`, int32 [R]; `max_slots` skips a row.
+
+        Only the last stage samples, verifies, proposes and chooses.
+        """
         with_masks = () if masks is None else (masks,)
-        with self.programs.place.in_force():
-            self.slots.state, outputs, chosen = self.programs.stage.head(
-                self.params,
-                self.slots.state,
-                hidden,
-                index,
-                outputs,
-                *with_masks,
-                variant=variant,
-            )
+        programs = self.programs
+        self.slots.state, outputs, chosen = programs.mixed_head(
+            self.params,
+            self.slots.state,
+            hidden.rows,
+            index,
+            hidden.tapped,
+            programs.probe_params,
+            *with_masks,
+            variant=variant,
+        )
         return outputs, chosen
 
     def verify(
-        self, hidden: jax.Array, rows: ChoosingRows, masks: Any, variant: Variant
+        self, hidden: Hidden, rows: ChoosingRows, masks: Any, variant: Variant
     ) -> tuple[Outputs, Chosen]:
-        with self.programs.place.in_force():
-            self.slots.state, outputs, chosen = self.programs.stage.verify(
-                self.params, self.slots.state, hidden, rows, masks, variant=variant
-            )
+        """Choose tokens for rows of which some have proposals and may get several tokens."""
+        programs = self.programs
+        self.slots.state, outputs, chosen = programs.verifying_head(
+            self.params,
+            self.slots.state,
+            hidden.rows,
+            rows,
+            hidden.tapped,
+            programs.probe_params,
+            masks,
+            variant=variant,
+        )
+        return outputs, chosen
+
+    def sample_one(
+        self, hidden: jax.Array, index: np.ndarray, outputs: Outputs, variant: Variant
+    ) -> tuple[Outputs, Chosen]:
+        """Choose the tokens of an iteration of a loop that does not speculate."""
+        self.slots.state, outputs, chosen = self.programs.stage.head(
+            self.params, self.slots.state, hidden, index, outputs, variant=variant
+        )
         return outputs, chosen
 
     def propose(
         self, window: DecodeWindow, num_tokens: jax.Array, num_proposed: int
     ) -> tuple[Draft, Proposed]:
         """Propose with `stages.propose`, before the first iteration of a loop."""
-        with self.programs.place.in_force():
-            return self.programs.stage.propose(
-                self.slots.state, window, num_tokens, num_proposed=num_proposed
-            )
+        return self.programs.stage.propose(
+            self.slots.state, window, num_tokens, num_proposed=num_proposed
+        )
 
     def choose(
         self,
@@ -275,19 +287,18 @@ class DeviceStage:
         proposals: tuple[Draft, Proposed],
         variant: Variant,
     ) -> tuple[Outputs, Chosen, tuple[Draft, Proposed]]:
-        """Choose the tokens of an iteration, and propose the next ones."""
+        """Choose the tokens of an iteration of a loop that speculates, and propose the next."""
         draft, proposed = proposals
-        with self.programs.place.in_force():
-            self.slots.state, outputs, chosen, draft, proposed = self.programs.stage.choose(
-                self.params,
-                self.slots.state,
-                window,
-                hidden,
-                outputs,
-                draft,
-                proposed,
-                variant=variant,
-            )
+        self.slots.state, outputs, chosen, draft, proposed = self.programs.stage.choose(
+            self.params,
+            self.slots.state,
+            window,
+            hidden,
+            outputs,
+            draft,
+            proposed,
+            variant=variant,
+        )
         return outputs, chosen, (draft, proposed)
 
     def send(
@@ -319,9 +330,8 @@ class DeviceStage:
     def renew(self) -> None:
         """Reset the slots and the cache after a step that failed."""
         self._incoming.clear()
-        with self.programs.place.in_force():
-            self.pages.renew()
-            self.slots.renew()
+        self.pages.renew()
+        self.slots.renew()
 
     def fingerprint(self) -> bytes:
         """Return a hash of the weights of this stage and of the layout of its pages."""
@@ -334,7 +344,7 @@ class DeviceStage:
     def idle(self) -> Iterator[None]:
         """Keep every slot from advancing within the block."""
         self.catch_up()
-        with self.programs.place.in_force(), self.slots.idle():
+        with self.slots.idle():
             yield
             self.catch_up()
 
@@ -353,41 +363,12 @@ class DeviceStage:
             self._append(self._incoming.popleft())
 
     def _append(self, sampled: _Sampled) -> None:
-        with self.programs.place.in_force():
-            self.slots.state = self.programs.stage.append(
-                self.slots.state, sampled.index, sampled.chosen, sampled.num_proposed
-            )
+        self.slots.state = self.programs.stage.append(
+            self.slots.state, sampled.index, sampled.chosen, sampled.num_proposed
+        )
 
     def _moved(self, inputs: jax.Array | None) -> jax.Array | None:
         return None if inputs is None else jax.device_put(inputs, self.programs.place.whole)
-
-
-@final
-class StagesHostMemory:
-    """A `HostMemory` of pages that consist of the contents on each stage, in order."""
-
-    def __init__(self, stages: Sequence[DeviceStage]):
-        self._stages = stages
-
-    def has_arrived(self, host_page: int) -> bool:
-        return all(stage.pages.has_arrived(host_page) for stage in self._stages)
-
-    def read_host_page(self, host_page: int) -> bytes:
-        return b"".join(stage.pages.read_host_page(host_page) for stage in self._stages)
-
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        start = 0
-        for stage in self._stages:
-            num_bytes = stage.pages.host_page_bytes
-            stage.pages.write_host_page(host_page, contents[start : start + num_bytes])
-            start += num_bytes
-
-    def fingerprint(self) -> bytes:
-        """Return a hash that also depends on the stage plan, as contents of pages do."""
-        digest = blake2b(digest_size=16)
-        for stage in self._stages:
-            digest.update(stage.fingerprint())
-        return digest.digest()
 
 
 class StepExecutor(ModelExecutor):
@@ -403,9 +384,6 @@ class StepExecutor(ModelExecutor):
       strict: raise on any compilation after the warm-up.
       takes_masks: whether rows may have masks of grammars.
     """
-
-    # Whether heads of rows with masks come in additional sizes.
-    _has_masked_sizes: bool = False
 
     def __init__(
         self,
@@ -423,14 +401,12 @@ class StepExecutor(ModelExecutor):
         self._whole = whole
         self._micro_batches = micro_batches
         self._takes_masks = takes_masks
-        self._host_memory = StagesHostMemory(self._stages) if config.num_host_pages else None
         self._swap_costs = SwapCostMeter(
             stages[0].programs.shelf,
             (config.token_buckets, jax.tree.leaves(abstract(self._caches())), micro_batches),
             self._swap_timings,
             has_host_pages=config.num_host_pages > 0,
         )
-        self._is_closed = False
 
     @property
     def swap_costs(self) -> SwapCosts | None:
@@ -438,7 +414,28 @@ class StepExecutor(ModelExecutor):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        return self._host_memory
+        """Host pages that consist of the contents on each stage, in order."""
+        return self if self.config.num_host_pages else None
+
+    def has_arrived(self, host_page: int) -> bool:
+        return all(pages.has_arrived(host_page) for pages in self.page_pools)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        return b"".join(pages.read_host_page(host_page) for pages in self.page_pools)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        start = 0
+        for pages in self.page_pools:
+            num_bytes = pages.host_page_bytes
+            pages.write_host_page(host_page, contents[start : start + num_bytes])
+            start += num_bytes
+
+    def fingerprint(self) -> bytes:
+        """Return a hash that also depends on the stage plan, as contents of pages do."""
+        digest = blake2b(digest_size=16)
+        for stage in self._stages:
+            digest.update(stage.fingerprint())
+        return digest.digest()
 
     @property
     def stages(self) -> tuple[DeviceStage, ...]:
@@ -506,37 +503,11 @@ class StepExecutor(ModelExecutor):
             self._compilations.close()
         self._is_closed = True
 
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
-            raise RuntimeClosedError("the executor was closed; create a new runtime")
-
     # ---- steps ----
 
     @abc.abstractmethod
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> SubmittedStep:
         """Submit a decode loop."""
-
-    @abc.abstractmethod
-    def _sample(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        index: np.ndarray,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        """Choose a token for the slots at `index`, int32 [R]; `max_slots` for none."""
-
-    @abc.abstractmethod
-    def _verify(
-        self,
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        rows: ChoosingRows,
-        masks: Any,
-        variant: Variant,
-    ) -> Outputs:
-        """Choose tokens for rows of which some have proposals and may get several tokens."""
 
     def _batches(self, rows: list[tuple[int, Row]]) -> Iterable[list[tuple[int, Row]]]:
         """Cut rows, with their indices in the plan, into micro-batches."""
@@ -575,27 +546,26 @@ class StepExecutor(ModelExecutor):
             packed, starts = pack_rows(self.config, rows, size)
             sampling = [i for i, row in batch if row.samples]
             self._before_pass((row.slot for row in rows), size, samples=bool(sampling))
-            hidden, row_hidden, tapped = self._pass(packed, late)
-            late, marker = (), row_hidden
+            hidden = self._pass(packed, late)
+            late, marker = (), hidden.rows
             if scores:
-                prompt_part = PromptPart.of(last.prompt_logprobs(hidden, packed), parts, starts)
-            pool = partial(last.pool, hidden, row_hidden, packed)
-            if (found := PooledPart.of(parts, pool)) is not None:
-                pooled.append(found)
+                spans = {
+                    i: slice(start, start + row.num_tokens)
+                    for (i, row), start in zip(parts, starts, strict=True)
+                    if row.wants_prompt_logprobs
+                }
+                prompt_part = PromptPart(last.prompt_logprobs(hidden, packed), spans)
+            if places := {i: at for at, (i, row) in enumerate(parts) if row.num_pooled}:
+                pooled.append(PooledPart(last.pool(hidden, packed, rows), places))
             if sampling:
-                outputs.append(self._choose(plan, sampling, row_hidden, tapped, needs.variant))
+                outputs.append(self._choose(plan, sampling, hidden, needs.variant))
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(outputs[-1].num_tokens)
         marker = outputs[-1].tokens if outputs else marker
         return SubmittedStep(plan, needs, marker, outputs, output_rows, prompt_part, pooled)
 
     def _choose(
-        self,
-        plan: StepPlan,
-        sampling: Sequence[int],
-        row_hidden: jax.Array,
-        tapped: jax.Array | None,
-        variant: Variant,
+        self, plan: StepPlan, sampling: Sequence[int], hidden: Hidden, variant: Variant
     ) -> Outputs:
         """Choose tokens for the plan's rows `sampling`, which come first in the batch.
 
@@ -603,33 +573,44 @@ class StepExecutor(ModelExecutor):
         """
         rows = [plan.rows[i] for i in sampling]
         if not plan.has_proposals:
-            has_masks = self._has_masked_sizes and plan.masks is not None
+            has_masks = plan.masks is not None
             index = sampling_slots(self.config, rows, variant, has_masks=has_masks)
-            masks = pack_masks(plan, sampling, len(index))
-            return self._sample(row_hidden, tapped, index, masks, variant)
+            return self._sample(hidden, index, pack_masks(plan, sampling, len(index)), variant)
         order = [i for i in sampling for _ in in_places(plan.rows[i])]
-        sizes = head_sizes(self.config, variant, has_masks=self._has_masked_sizes)
-        num_rows = bucket(len(order), sizes)
+        num_rows = bucket(len(order), head_sizes(self.config, variant, has_masks=True))
         masks = pack_masks(plan, order, num_rows)
         if masks is None:
             masks = no_masks(num_rows, self._stages[-1].programs.model_config.vocab_size)
-        choosing = pack_choosing(self.config, rows, num_rows)
-        return self._verify(row_hidden, tapped, choosing, masks, variant)
+        return self._verify(hidden, pack_choosing(self.config, rows, num_rows), masks, variant)
+
+    def _sample(self, hidden: Hidden, index: np.ndarray, masks: Any, variant: Variant) -> Outputs:
+        """Sample on the last stage, and send the tokens to the rest."""
+        outputs, chosen = self._stages[-1].sample(hidden, index, masks, variant)
+        for stage in self._stages[:-1]:
+            stage.send(index, chosen)
+        return outputs
+
+    def _verify(self, hidden: Hidden, rows: ChoosingRows, masks: Any, variant: Variant) -> Outputs:
+        """Choose tokens of rows with proposals on the last stage, and send them to the rest."""
+        outputs, chosen = self._stages[-1].verify(hidden, rows, masks, variant)
+        for stage in self._stages[:-1]:
+            stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
+        return outputs
 
     def _pass(
         self, packed: MixedBatch, late: PageCopies = (), *, brings_pages: bool = False
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    ) -> Hidden:
         """Run a micro-batch through all stages; return the output of the last.
 
         Each stage makes the `late` copies from the host before its attention, layer by layer. If
         `brings_pages`, the executables of such copies run even if there are none.
         """
-        hidden = row_hidden = tapped = None
+        hidden: Hidden | None = None
         for stage in self._stages:
             incoming = stage.incoming(late) if late or brings_pages else None
-            hidden, row_hidden, tapped = stage.mixed(packed, hidden, incoming)
-        assert hidden is not None and row_hidden is not None, "a model without stages"
-        return hidden, row_hidden, tapped
+            hidden = stage.mixed(packed, None if hidden is None else hidden.tokens, incoming)
+        assert hidden is not None, "a model without stages"
+        return hidden
 
     def _encode(self, batch: MixedBatch) -> jax.Array:
         """Encode whole prompts on the first stage, and write keys and values on every stage."""
@@ -641,9 +622,9 @@ class StepExecutor(ModelExecutor):
     def _swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy pages to the host, then from it; the stages' copies in one direction overlap."""
         for stage in self._stages:
-            stage.swap(out, ())
+            stage.pages.swap(out, ())
         for stage in self._stages:
-            stage.swap((), back)
+            stage.pages.swap((), back)
 
     def _caches(self) -> list[KVCache]:
         return [stage.pages.cache for stage in self._stages]

@@ -159,6 +159,18 @@ class _Piece:
     keeps_shards: bool
 
 
+def _pieces(own: CacheCut, others: Sequence[CacheCut], *, moves_shards: bool) -> list[_Piece]:
+    pieces = []
+    for index, other in enumerate(others):
+        first = max(own.layers.start, other.layers.start) - own.layers.start
+        last = min(own.layers.stop, other.layers.stop) - own.layers.start
+        if first < last:
+            keeps = moves_shards and own.num_shards == other.num_shards
+            num_parts = 1 if keeps else other.num_shards
+            pieces.append(_Piece(index, range(first, last), other.num_heads, num_parts, keeps))
+    return pieces
+
+
 @final
 class PagePort:
     """Copies of pages out of the caches of one device group and into them.
@@ -181,46 +193,19 @@ class PagePort:
         moves_shards: bool = False,
     ):
         self.pools = tuple(pools)
-        self.pieces = [
-            [
-                _Piece(
-                    other=index,
-                    layers=range(first - own.layers.start, last - own.layers.start),
-                    num_heads=other.num_heads,
-                    num_parts=1
-                    if (keeps := moves_shards and own.num_shards == other.num_shards)
-                    else other.num_shards,
-                    keeps_shards=keeps,
-                )
-                for index, other in enumerate(others)
-                if (first := max(own.layers.start, other.layers.start))
-                < (last := min(own.layers.stop, other.layers.stop))
-            ]
-            for own in cuts_of(pools)
-        ]
+        self.pieces = [_pieces(own, others, moves_shards=moves_shards) for own in cuts_of(pools)]
         self._take, self._put = [], []
         for pool, pieces in zip(self.pools, self.pieces, strict=True):
-            place, shelf = Placement.like(pool.place), unkept(pool.place)
-            cuts = tuple((each.layers, each.num_heads, each.num_parts) for each in pieces)
-            to = [place.pages if each.keeps_shards else place.whole for each in pieces]
-            self._take.append(
-                StepFunction(
-                    "taken",
-                    partial(gather_parts, pieces=cuts),
-                    shelf,
-                    num_fixed=0,
-                    out_shardings=to,
-                )
+            place = Placement.like(pool.place)
+            gather = partial(
+                gather_parts,
+                pieces=tuple((each.layers, each.num_heads, each.num_parts) for each in pieces),
             )
+            to = [place.pages if each.keeps_shards else place.whole for each in pieces]
+            copy = partial(StepFunction, shelf=unkept(pool.place), num_fixed=0)
+            self._take.append(copy("taken", gather, out_shardings=to))
             self._put.append(
-                StepFunction(
-                    "put",
-                    scatter_pieces,
-                    shelf,
-                    num_fixed=0,
-                    donate_argnums=0,
-                    out_shardings=pool.place,
-                )
+                copy("put", scatter_pieces, donate_argnums=0, out_shardings=pool.place)
             )
 
     def take(self, pages: Sequence[int]) -> list[tuple[Sequence[int], list[Any]]]:
@@ -246,8 +231,7 @@ class PagePort:
             for i, page in enumerate(pages):
                 if page not in dropped:
                     ids[i] = page
-            with Placement.like(pool.place).in_force():
-                pool.replace(put(pool.cache, ids, tuple(pieces)))
+            pool.replace(put(pool.cache, ids, tuple(pieces)))
 
     def prepare(self) -> None:
         """Compile every copy without running it. The caches may have shapes only."""
@@ -262,11 +246,7 @@ class PagePort:
     def _gathered(self, pages: Sequence[int]) -> list[Any]:
         ids = np.full(PAGES_A_CALL, NULL_PAGE, np.int32)
         ids[: len(pages)] = pages
-        taken = []
-        for pool, take in zip(self.pools, self._take, strict=True):
-            with Placement.like(pool.place).in_force():
-                taken.append(take(pool.cache, ids))
-        return taken
+        return [take(each.cache, ids) for each, take in zip(self.pools, self._take, strict=True)]
 
 
 def _shapes(cache: KVCache, num_layers: int, num_parts: int = 1, **placed: Any) -> tuple[Any, ...]:

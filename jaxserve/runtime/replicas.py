@@ -36,7 +36,7 @@ from jaxserve.engine.recorder import RequestLog
 from jaxserve.execution.build import resized
 from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.executor import GroupRole
+from jaxserve.execution.executor import ProcessRole
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
@@ -173,7 +173,7 @@ class Replicas:
         return self.all[0]
 
     @property
-    def group(self) -> GroupRole | None:
+    def group(self) -> ProcessRole | None:
         """The role of this process; None if it serves the model alone."""
         return self.first.executor.group
 

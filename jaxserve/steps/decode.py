@@ -35,7 +35,7 @@ from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 
 
-class Block(NamedTuple):
+class IterationTokens(NamedTuple):
     """The tokens of an iteration, row after row: the newest one, then its proposals."""
 
     # row, place: of each token; `place` counts from the row's newest token.
@@ -49,20 +49,20 @@ class Block(NamedTuple):
 
 def block_of(
     live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
-) -> Block:
+) -> IterationTokens:
     """Return the tokens of the live rows, and at most `num_proposed` proposals in all."""
     num_rows = live.shape[0]
     length = live.astype(jnp.int32)
     if proposed is None:
         row = jnp.arange(num_rows)
-        return Block(row, jnp.zeros(num_rows, jnp.int32), live, row, length)
+        return IterationTokens(row, jnp.zeros(num_rows, jnp.int32), live, row, length)
     length += proposed
     end = jnp.cumsum(length)
     index = jnp.arange(num_rows + num_proposed)
     row = jnp.minimum(jnp.searchsorted(end, index, side="right"), num_rows - 1)
     start = end - length
     valid = index < end[-1]
-    return Block(row, jnp.where(valid, index - start[row], 0), valid, start, length)
+    return IterationTokens(row, jnp.where(valid, index - start[row], 0), valid, start, length)
 
 
 class WindowRows(NamedTuple):
@@ -97,7 +97,7 @@ def rows_of(slots: SlotState, window: DecodeWindow) -> WindowRows:
 def attention_of(
     slots: SlotState,
     window: WindowRows,
-    block: Block,
+    block: IterationTokens,
     inputs: Float[Array, "tokens embed"] | None,
     attention_plan: Plan | None,
     config: EngineConfig,
@@ -134,7 +134,7 @@ def attention_of(
     return inputs, attention
 
 
-class Choice(NamedTuple):
+class LoopChoice(NamedTuple):
     """The tokens that an iteration has chosen so far."""
 
     place: Int32[Array, ""]  # counts from the newest token of each row
@@ -156,7 +156,7 @@ def room(
 def choose(
     logits: Float32[Array, "tokens vocab"],
     rows: WindowRows,
-    block: Block,
+    block: IterationTokens,
     before: SlotState,  # the slots before the iteration
     outputs: Outputs,
     live: Bool[Array, " rows"],
@@ -166,7 +166,7 @@ def choose(
     looks_up: bool,  # whether to also compare the token with a proposal that was not computed
     variant: Variant,
     config: EngineConfig,
-) -> Choice:
+) -> LoopChoice:
     """Choose the next token of each live row, and one after each right proposal of the block."""
     num_rows = live.shape[0]
     nothing = jnp.zeros(num_rows, jnp.int32)
@@ -174,7 +174,7 @@ def choose(
     if draft is not None and looks_up:
         compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
 
-    def choose_one(state: Choice) -> Choice:
+    def choose_one(state: LoopChoice) -> LoopChoice:
         place, now, outputs = state.place, state.slots, state.outputs
         at = jnp.minimum(block.start + place, logits.shape[0] - 1)
         sampled = sample(
@@ -189,13 +189,13 @@ def choose(
         now = slot_edits.append(now, rows.slot, state.goes_on, sampled.token, sampled.finite)
         outputs = record(outputs, state.goes_on, sampled)
         if draft is None:
-            return Choice(place, now, outputs, live, state.hits, state.misses)
+            return LoopChoice(place, now, outputs, live, state.hits, state.misses)
         tried = state.goes_on & (place < compared)
         hits = tried & (sampled.token == draft.tokens[:, place])
         accepted = hits & (place < computed)
         if proposed is not None:
             outputs = count(outputs, len(ProposalCount) + place, accepted)
-        return Choice(
+        return LoopChoice(
             place + 1,
             now,
             outputs,
@@ -204,14 +204,14 @@ def choose(
             state.misses + (tried & ~hits).astype(jnp.int32),
         )
 
-    first = Choice(jnp.int32(0), before, outputs, live, nothing, nothing)
+    first = LoopChoice(jnp.int32(0), before, outputs, live, nothing, nothing)
     if proposed is None:
         return choose_one(first)
     return lax.while_loop(lambda state: state.goes_on.any(), choose_one, first)
 
 
 def with_rates(
-    choice: Choice,
+    choice: LoopChoice,
     rows: WindowRows,
     live: Bool[Array, " rows"],
     draft: Draft,
@@ -432,7 +432,7 @@ def decode_once(
     model: Any,
     slots: SlotState,
     window: WindowRows,
-    block: Block,
+    block: IterationTokens,
     cache: KVCache,
     inputs: Float[Array, "tokens embed"] | None,
     attention_plan: Plan | None,
@@ -474,7 +474,7 @@ def _drafted(
         tokens, cache, drafted = state
         live = place < num
         now = replace(slots, tokens=tokens, length=slots.length + place)
-        block = Block(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
+        block = IterationTokens(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
         inputs, attention = attention_of(now, window, block, None, None, config, None)
         logits, cache = model.draft_logits(inputs, attention, cache)
         sampled = sample(

@@ -28,7 +28,7 @@ from jaxserve.steps.slots import SlotState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens that the last stage has appended to slots."""
+    """The tokens that a head has appended to slots, for stages that did not sample them."""
 
     tokens: Int32[Array, "rows most"]
     num: Int32[Array, " rows"]  # number of tokens of each row
@@ -49,12 +49,12 @@ def mixed_head(
     config: EngineConfig,
     probe: Probe | None,
     processors: Sequence[Processor] = PROCESSORS,
-) -> tuple[SlotState, Outputs]:
+) -> tuple[SlotState, Outputs, Chosen]:
     """Sample the next token of a mixed step's first rows and append it to their slots.
 
     `index` has the rows' slots; the number of slots skips a row.
     """
-    slots, outputs, _ = stage_head(
+    slots, outputs, chosen = stage_head(
         params,
         slots,
         row_hidden,
@@ -68,7 +68,7 @@ def mixed_head(
     )
     if tapped is not None:
         tapped = tapped[: index.shape[0]]
-    return slots, with_reading(outputs, tapped, probe, probe_params)
+    return slots, with_reading(outputs, tapped, probe, probe_params), chosen
 
 
 def stage_head(
@@ -124,7 +124,7 @@ def verifying_head(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
-) -> tuple[SlotState, Outputs]:
+) -> tuple[SlotState, Outputs, Chosen]:
     """Choose the next tokens of slots whose newest tokens are proposals, up to the first wrong one.
 
     The token before each proposal is chosen as usual, and the choice after it counts only if it
@@ -168,7 +168,9 @@ def verifying_head(
     if tapped is not None:
         last = rows.first + jnp.maximum(end.outputs.num_tokens, 1) - 1
         tapped = tapped[jnp.minimum(last, num_rows - 1)]
-    return end.slots, with_reading(end.outputs, tapped, probe, probe_params)
+    outputs = with_reading(end.outputs, tapped, probe, probe_params)
+    chosen = Chosen(outputs.tokens, outputs.num_tokens, end.slots.done[slot])
+    return end.slots, outputs, chosen
 
 
 class _Choice(NamedTuple):

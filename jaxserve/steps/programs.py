@@ -337,15 +337,14 @@ class Programs:
         ]
         if samples:
             _, _, row_hidden, _ = body.out_info
-            index: Any = np.zeros(rows, np.int32)
-            outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
             steps.append(
-                self.stage.head.prepare(
+                self.mixed_head.prepare(
                     params,
                     slots,
                     whole(row_hidden),
-                    index,
-                    jax.tree.map(whole, outputs),
+                    np.zeros(rows, np.int32),
+                    None,
+                    self.probe_params,
                     variant=Variant.FULL,
                 )
             )
@@ -470,7 +469,6 @@ class StagePrograms:
         self.choose = of_the_last(
             "stage_choose", bind(stages.choose_proposed), packs=True, donate_argnames=changed
         )
-        self.verify = of_the_last("stage_verify", bind(stages.verify), donate_argnames="slots")
         self.propose = StepFunction(
             "stage_propose",
             stages.propose,

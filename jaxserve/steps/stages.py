@@ -26,11 +26,11 @@ from jaxserve.steps.decode import (
     with_rates,
 )
 from jaxserve.steps.drafting import merged
-from jaxserve.steps.heads import Chosen, verifying_head
+from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
-from jaxserve.steps.packing import ChoosingRows, DecodeWindow, Params
+from jaxserve.steps.packing import DecodeWindow, Params
 from jaxserve.steps.proposals import Draft
-from jaxserve.steps.sampling.sampler import StepArrays, Variant
+from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 
@@ -73,35 +73,6 @@ def decode(
         model, slots, rows, block, cache, inputs, attention_plan, config, None, tokens
     )
     return cache, hidden
-
-
-def verify(
-    params: Params,
-    slots: SlotState,
-    hidden: Float[Array, "num hidden"],
-    rows: ChoosingRows,
-    step_arrays: StepArrays,
-    *,
-    variant: Variant,
-    graphdef: nnx.GraphDef,
-    config: EngineConfig,
-) -> tuple[SlotState, Outputs, Chosen]:
-    """Choose tokens after the host's proposals, on the last stage, by `verifying_head`."""
-    slots, outputs = verifying_head(
-        params,
-        slots,
-        hidden,
-        rows,
-        None,
-        None,
-        step_arrays,
-        variant=variant,
-        graphdef=graphdef,
-        config=config,
-        probe=None,
-    )
-    ended = slots.done[jnp.minimum(rows.slot, slots.done.shape[0] - 1)]
-    return slots, outputs, Chosen(outputs.tokens, outputs.num_tokens, ended)
 
 
 def propose(

@@ -258,7 +258,7 @@ def devices_of(place: Placement) -> list[Any]:
 
 @final
 class StepFunction:
-    """A jitted function on a shelf.
+    """A jitted function on a shelf, traced and called with the shelf's mesh in force.
 
     A call must pass arrays where `prepare` gets arrays or their shapes. The executable is looked up
     by the static arguments and by the shape of the first leaf of each argument. If it refuses the
@@ -300,7 +300,7 @@ class StepFunction:
         sizes = tuple(map(size_of, arguments[self._num_fixed :]))
         known = (sizes, *static.values())
         if known in self._refused:
-            return self._jitted(*arguments, **static)
+            return self._traced_again(arguments, static)
         executable = self._found.get(known)
         if executable is not None:
             try:
@@ -318,6 +318,10 @@ class StepFunction:
                 self._name,
                 str(error).partition("\n")[0],
             )
+            return self._traced_again(arguments, static)
+
+    def _traced_again(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        with self._shelf.in_force():
             return self._jitted(*arguments, **static)
 
     def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:

@@ -102,6 +102,6 @@ def test_masks_reach_the_head_of_a_step():
     )
     hidden = jax.random.normal(jax.random.key(0), (config.max_slots, 32))
     masks = _words(allowed)
-    slots, outputs = head(params, slots, hidden, np.array([1, 0]), None, None, masks)
+    slots, outputs, _ = head(params, slots, hidden, np.array([1, 0]), None, None, masks)
     np.testing.assert_array_equal(outputs.tokens[:, 0], [7, 96])
     np.testing.assert_array_equal(slots.tokens[[1, 0], 3], [7, 96])
