@@ -17,9 +17,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.compatibility import (
+    Setting,
     check_deterministic,
-    check_slot_states,
-    check_speculation,
+    check_slot_options,
+    check_together,
 )
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
@@ -202,22 +203,19 @@ def build_executor(
             "several separated by commas"
         )
     check_dtype(params, model_config.dtype)
-    check_slot_states(
-        model_config,
-        options,
-        mesh=Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
-        stages=stages,
-        num_processes=1 if group is None else group.num_processes,
+    check_together(
+        Setting(
+            options=options,
+            model_config=model_config,
+            mesh=stages or Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
+            num_processes=1 if group is None else group.num_processes,
+            has_probe=spec.probe is not None,
+        )
     )
-    check_speculation(model_config, options)
+    check_slot_options(model_config, options)
     check_deterministic(model_config, options, spec.graphdef, params, stages)
     if spec.probe is not None:
         check_probe(spec.probe, model_config)
-        if stages is not None or group is not None:
-            raise InvalidConfigError(
-                "probe= needs a model that is whole in one process, but this one is cut into "
-                "stages or served by several processes; omit the probe"
-            )
     try:
         executor, size = _build(spec, params, stages, group, processes)
     except NotImplementedError as error:
@@ -386,7 +384,6 @@ def build_groups(
     group in one piece are on its devices. Raises what `build_executor` raises.
     """
     options = spec.options
-    check_slot_states(spec.model_config, options, num_device_groups=len(places))
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 from flax import nnx
@@ -19,26 +21,128 @@ from sharding import DeviceGroups, StagePlan
 from sharding.shards import TENSOR
 
 
-def check_adapters(
-    model_config: Any, options: RuntimeOptions, params: Any, *, has_mesh: bool, is_quantised: bool
-) -> None:
-    """Raise InvalidConfigError if the options ask for adapters that the model does not support."""
-    if not options.max_adapters:
-        return
-    has_mesh = has_mesh or Placement.like(jax.tree.leaves(params)[0].sharding).mesh is not None
-    hindrances = {
-        "a mesh, stages or device groups": has_mesh,
-        "an encoder-decoder model": model_config.has_encoder,
-        "a model with recurrent layers": model_config.num_recurrent_layers > 0,
-        "weights in few bits": is_quantised,
-    }
-    for name, is_given in hindrances.items():
-        if is_given:
-            raise InvalidConfigError(
-                f"max_adapters={options.max_adapters} is not supported for {name}; omit it, or "
-                "serve a decoder with dense weights and attention alone on one device "
-                "(docs/adapters.md)"
-            )
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is served, and on what.
+
+    Attributes:
+      model_config: None while the model is not known.
+      is_function: whether the model is a `FunctionDecoder`.
+      is_placed: whether the parameters are on a mesh already.
+      is_quantised: whether the weights are in few bits.
+    """
+
+    options: RuntimeOptions
+    model_config: Any = None
+    mesh: Mesh | StagePlan | DeviceGroups | None = None
+    num_processes: int = 1
+    has_probe: bool = False
+    is_function: bool = False
+    is_placed: bool = False
+    is_quantised: bool = False
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns of `TABLE` that apply, and how an error calls each."""
+        groups = self.mesh.both if isinstance(self.mesh, DeviceGroups) else (self.mesh,)
+        axes = [each.shape for each in groups if isinstance(each, Mesh)]
+        has_stages = any(isinstance(each, StagePlan) for each in groups)
+        has_stages = has_stages or any(each.get("stage", 1) > 1 for each in axes)
+        num_shards = max((each.get(TENSOR, 1) for each in axes), default=1)
+        options, config = self.options, self.model_config
+        a_mesh = "a mesh, stages or device groups"
+        columns = {
+            "mesh": (self.mesh is not None, a_mesh),
+            "placed": (self.is_placed, a_mesh),
+            "stages": (has_stages, "stages"),
+            "mesh of stages": (has_stages, "a mesh with stages"),
+            "groups": (len(groups) > 1, f"{len(groups)} device groups"),
+            "processes": (self.num_processes > 1, f"{self.num_processes} processes"),
+            "tensor": (num_shards > 1, f"a mesh with tensor={num_shards}"),
+            "encoder": (config and config.has_encoder, "an encoder-decoder model"),
+            "recurrent": (config and config.num_recurrent_layers, "a model with recurrent layers"),
+            "quantised": (self.is_quantised, "weights in few bits"),
+            "quantize": (options.quantize is not None, f"quantize={options.quantize!r}"),
+            "adapters": (options.max_adapters > 0, f"max_adapters={options.max_adapters}"),
+            "probe": (options.probe is not None, "probe"),
+            "deterministic": (options.deterministic, "deterministic=True"),
+        }
+        return {column: name for column, (applies, name) in columns.items() if applies}
+
+
+@final
+@dataclass(frozen=True)
+class Exclusion:
+    """A row of `TABLE`: a feature, and the columns of `Setting` that it does not go with.
+
+    `error` is a format of the column's name, and of the options.
+    """
+
+    is_asked: Callable[[Setting], Any]
+    excludes: Sequence[str]
+    error: str
+
+
+# What does not go with what, apart from sizes, devices' kinds and policies.
+TABLE = (
+    Exclusion(
+        lambda setting: setting.is_function,
+        ("quantize", "adapters", "probe", "deterministic", "mesh of stages"),
+        "{name} needs a model whose layers and products are known, and a FunctionDecoder has its "
+        "own; omit it, or write a family (docs/adding_a_model.md)",
+    ),
+    Exclusion(
+        lambda setting: setting.options.max_adapters,
+        ("mesh", "placed", "encoder", "recurrent", "quantised"),
+        "max_adapters={options.max_adapters} is not supported for {name}; omit it, or serve a "
+        "decoder with dense weights and attention alone on one device (docs/adapters.md)",
+    ),
+    Exclusion(
+        lambda setting: setting.options.draft_model is not None,
+        ("mesh",),
+        "draft_model= with {name}: the draft model is on one device; omit mesh, or pass "
+        "speculation='lookup' without draft_model",
+    ),
+    Exclusion(
+        lambda setting: setting.options.speculation == "lookup",
+        ("recurrent",),
+        "speculation={options.speculation!r} is not supported for {name}, whose states cannot go "
+        "back; omit it, or serve a decoder with attention alone",
+    ),
+    Exclusion(
+        lambda setting: setting.options.quantize is not None,
+        ("stages",),
+        "quantize={options.quantize!r} is not supported for a model that is cut into {name}; pass "
+        "a mesh without stages (tensor, data), or omit quantize",
+    ),
+    Exclusion(
+        lambda setting: setting.options.disk_memory is not None,
+        ("processes",),
+        "disk_memory={options.disk_memory!r}, but several processes serve the model, and each has "
+        "only a part of every page; pass no disk_memory, or a mesh of one process's devices",
+    ),
+    Exclusion(
+        lambda setting: setting.has_probe,
+        ("stages", "processes"),
+        "probe= needs a model that is whole in one process, but this one is cut into stages or "
+        "served by several processes; omit the probe",
+    ),
+    Exclusion(
+        lambda setting: setting.model_config and setting.model_config.num_recurrent_layers,
+        ("stages", "groups", "processes", "tensor"),
+        "{name} for a model with recurrent layers: their states are on one device; omit mesh, or "
+        "pass one with a data axis alone",
+    ),
+)
+
+
+def check_together(setting: Setting) -> None:
+    """Raise InvalidConfigError for the first row of `TABLE` that a setting contradicts."""
+    columns, options = setting.columns(), setting.options
+    for row in TABLE:
+        found = [columns[each] for each in row.excludes if each in columns]
+        if found and row.is_asked(setting):
+            raise InvalidConfigError(row.error.format(name=found[0], options=options))
 
 
 def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> None:
@@ -53,31 +157,10 @@ def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> 
         )
 
 
-def check_slot_states(
-    model_config: Any,
-    options: RuntimeOptions,
-    *,
-    mesh: Mesh | None = None,
-    stages: StagePlan | None = None,
-    num_processes: int = 1,
-    num_device_groups: int = 1,
-) -> None:
-    """Raise InvalidConfigError if options or devices do not fit a model with recurrent layers."""
+def check_slot_options(model_config: Any, options: RuntimeOptions) -> None:
+    """Raise InvalidConfigError for options of KV that a model with recurrent layers has not."""
     if not model_config.num_recurrent_layers:
         return
-    shards = 1 if mesh is None else mesh.shape.get(TENSOR, 1)
-    places = {
-        "stages": stages is not None,
-        f"{num_device_groups} device groups": num_device_groups > 1,
-        f"{num_processes} processes": num_processes > 1,
-        f"a mesh with tensor={shards}": shards > 1,
-    }
-    for name, is_given in places.items():
-        if is_given:
-            raise InvalidConfigError(
-                f"{name} for a model with recurrent layers: their states are on one device; omit "
-                "mesh, or pass one with a data axis alone"
-            )
     # Options for host pages, which have no states.
     given = {
         name: getattr(options, name)
@@ -99,44 +182,10 @@ def check_slot_states(
             )
 
 
-def check_speculation(model_config: Any, options: RuntimeOptions) -> None:
-    """Raise InvalidConfigError if the options ask for speculation that the model cannot do."""
-    if options.speculation is not None and model_config.num_recurrent_layers:
-        raise InvalidConfigError(
-            f"speculation={options.speculation!r} is not supported for a model with recurrent "
-            "layers, whose states cannot go back; omit it, or serve a decoder with attention alone"
-        )
-
-
-def _has_stages(mesh: Mesh | StagePlan | DeviceGroups | None) -> bool:
-    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
-    return any(
-        isinstance(group, StagePlan) or (group is not None and group.shape.get("stage", 1) > 1)
-        for group in groups
-    )
-
-
-def check_function(options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None) -> None:
-    """Raise InvalidConfigError if a `FunctionDecoder` lacks what the options or the mesh need."""
-    needed = {
-        f"quantize={options.quantize!r}": options.quantize is not None,
-        f"max_adapters={options.max_adapters}": options.max_adapters > 0,
-        "probe": options.probe is not None,
-        "deterministic=True": options.deterministic,
-        "a mesh with stages": _has_stages(mesh),
-    }
-    for name, is_given in needed.items():
-        if is_given:
-            raise InvalidConfigError(
-                f"{name} needs a model whose layers and products are known, and a FunctionDecoder "
-                "has its own; omit it, or write a family (docs/adding_a_model.md)"
-            )
-
-
 def check_quantised(
     options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None, dtype: str
 ) -> None:
-    """Raise InvalidConfigError if quantised weights of a model in `dtype` cannot be served."""
+    """Raise InvalidConfigError if a model in `dtype` cannot have the weights that are asked for."""
     is_alone = mesh is None and jax.default_backend() == "cpu"
     if options.quantize == "bf16" and not (is_alone and dtype == "float32"):
         raise InvalidConfigError(
@@ -149,11 +198,6 @@ def check_quantised(
         raise InvalidConfigError(
             "quantize='bf16' needs a C++ compiler for its kernel, and there is none; install g++ "
             "or clang++, or omit quantize"
-        )
-    if _has_stages(mesh):
-        raise InvalidConfigError(
-            f"quantize={options.quantize!r} is not supported for a model that is cut into stages; "
-            "pass a mesh without stages (tensor, data), or omit quantize"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,10 +25,10 @@ from jaxserve.engine.recorder import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
 from jaxserve.execution.compatibility import (
-    check_adapters,
+    Setting,
     check_adapters_fit,
-    check_function,
     check_quantised,
+    check_together,
 )
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -67,6 +68,7 @@ from jaxserve.runtime.weight_update import WeightUpdater
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.drafting import Drafter
+from jaxserve.steps.step_function import Placement
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
@@ -153,8 +155,8 @@ def build_parts(
             options.max_context,
             longest,
         )
-    if isinstance(decoder, FunctionDecoder):
-        check_function(options, mesh)
+    is_function = isinstance(decoder, FunctionDecoder)
+    check_together(Setting(options=options, mesh=mesh, is_function=is_function))
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
@@ -168,12 +170,16 @@ def build_parts(
             graphdef, used = nnx.split(quantiser.model(used))
         if isinstance(mesh, Mesh):
             log_replicated(used, mesh)
-    check_adapters(
-        decoder.config,
-        options,
-        used,
-        has_mesh=mesh is not None,
-        is_quantised=options.quantize is not None or is_quantised(decoder),
+    group = processes_of(mesh, used)
+    check_together(
+        Setting(
+            options=options,
+            model_config=decoder.config,
+            mesh=mesh,
+            num_processes=1 if group is None else group.num_processes,
+            is_placed=Placement.like(jax.tree.leaves(used)[0].sharding).mesh is not None,
+            is_quantised=options.quantize is not None or is_quantised(decoder),
+        )
     )
     layout = None
     if options.max_adapters:
@@ -188,8 +194,7 @@ def build_parts(
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)
         graphdef, used = nnx.split(adapted)
-    drafter = load_drafter(options, decoder.config, tokenizer, has_mesh=mesh is not None)
-    group = processes_of(mesh, used)
+    drafter = load_drafter(options, decoder.config, tokenizer)
     check_early(options, policy, mesh, group)
     claim(group)
     with (
@@ -333,7 +338,7 @@ def check_early(
             f"{given} is kept by policy 'exegpt' only, and policy={policy.name!r} was given; pass "
             "policy='exegpt', or call rt.plan(latency_bound)"
         )
-    check_disk(options, policy, has_processes=group is not None)
+    check_disk(options, policy)
     if group is None or group.is_leader:
         if options.record is not None:
             check_is_free(options.record)
@@ -415,15 +420,10 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
     return disks
 
 
-def check_disk(options: RuntimeOptions, policy: Policy, *, has_processes: bool) -> None:
+def check_disk(options: RuntimeOptions, policy: Policy) -> None:
     """Check that pages can reach the disk tier and that its folder can be used."""
     if options.disk_memory is None:
         return
-    if has_processes:
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r}, but several processes serve the model, and each "
-            "has only a part of every page; pass no disk_memory, or a mesh of one process's devices"
-        )
     if not policy.retention.uses_host:
         raise InvalidConfigError(
             f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
@@ -450,8 +450,6 @@ def load_drafter(
     options: RuntimeOptions,
     config: DecoderConfig,
     tokenizer: Tokenizer | None,
-    *,
-    has_mesh: bool,
 ) -> Drafter | None:
     """Return the draft model of the options; None without one.
 
@@ -461,11 +459,6 @@ def load_drafter(
     given = options.draft_model
     if given is None:
         return None
-    if has_mesh:
-        raise InvalidConfigError(
-            "draft_model= with a mesh, stages or device groups: the draft model is on one device; "
-            "omit mesh, or pass speculation='lookup' without draft_model"
-        )
     if isinstance(given, nnx.Module):
         model, own = cast(Any, given), None
     else:

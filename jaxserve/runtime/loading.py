@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.compatibility import check_quantised
+from jaxserve.execution.compatibility import Setting, check_quantised, check_together
 from jaxserve.execution.compilation import enable_compilation_cache, executable_store
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
@@ -50,6 +50,8 @@ def load_for(
     policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
     enable_compilation_cache()
     group = processes_of(mesh)
+    num_processes = 1 if group is None else group.num_processes
+    check_together(Setting(options=options, mesh=mesh, num_processes=num_processes))
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
         check_quantised(options, mesh, dtype or platform_defaults().dtype)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.core.errors import HostMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.compatibility import Setting, check_together
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.processes import allocate_host_pages
 from jaxserve.models.batch import KVCache
@@ -44,5 +45,6 @@ def test_a_disk_is_refused(tmp_path):
     given = dict(policy="pensieve", disk_memory="1MB", disk_folder=tmp_path)
     options = RuntimeOptions.parse(OPTIONS | given)
     with pytest.raises(InvalidConfigError, match="several processes serve the model"):
-        check_disk(options, get_policy("pensieve"), has_processes=True)
-    check_disk(options, get_policy("pensieve"), has_processes=False)
+        check_together(Setting(options=options, num_processes=2))
+    check_together(Setting(options=options))
+    check_disk(options, get_policy("pensieve"))

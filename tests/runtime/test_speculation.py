@@ -19,7 +19,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.compatibility import check_speculation
+from jaxserve.execution.compatibility import Setting, check_together
 from jaxserve.models.families.llama import Llama
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.presets import PRESETS
@@ -250,10 +250,11 @@ def test_every_stage_knows_what_the_last_one_chose():
 
 
 def test_models_with_recurrent_layers_refuse_it():
-    model_config = SimpleNamespace(num_recurrent_layers=2)
-    check_speculation(model_config, RuntimeOptions())
+    model_config = SimpleNamespace(num_recurrent_layers=2, has_encoder=False)
+    check_together(Setting(options=RuntimeOptions(), model_config=model_config))
+    options = RuntimeOptions(speculation="lookup")
     with pytest.raises(InvalidConfigError, match="recurrent layers"):
-        check_speculation(model_config, RuntimeOptions(speculation="lookup"))
+        check_together(Setting(options=options, model_config=model_config))
 
 
 @pytest.mark.release

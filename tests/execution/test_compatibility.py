@@ -1,0 +1,69 @@
+"""The table of what does not go with what: each row refuses, and says what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.compatibility import Setting, check_together
+from sharding import StagePlan, make_groups, make_mesh
+
+pytestmark = pytest.mark.fast
+
+STAGES = StagePlan.of([1, 1], devices=jax.devices()[:2])
+DENSE = SimpleNamespace(has_encoder=False, num_recurrent_layers=0)
+RECURRENT = SimpleNamespace(has_encoder=False, num_recurrent_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        (dict(max_adapters=2), dict(mesh=STAGES), "max_adapters=2 .* a mesh, stages or device"),
+        (dict(max_adapters=2), dict(is_placed=True), "max_adapters=2 .* a mesh, stages or device"),
+        (dict(max_adapters=2), dict(is_quantised=True), "weights in few bits; omit it"),
+        (
+            dict(speculation="draft", draft_model="d"),
+            dict(mesh=make_mesh(tensor=2)),
+            "draft_model= .* omit mesh",
+        ),
+        (dict(speculation="lookup"), dict(model_config=RECURRENT), "speculation='lookup' .* omit"),
+        (dict(quantize="int8"), dict(mesh=make_mesh(stage=2)), "cut into stages; pass a mesh"),
+        (dict(disk_memory="1MB"), dict(num_processes=2), "several processes .* pass no disk_mem"),
+        ({}, dict(has_probe=True, mesh=STAGES), "probe= .* omit the probe"),
+        ({}, dict(has_probe=True, num_processes=2), "probe= .* omit the probe"),
+        ({}, dict(model_config=RECURRENT, mesh=STAGES), "^stages for a model with recurrent"),
+        ({}, dict(model_config=RECURRENT, num_processes=2), "^2 processes for a model with recur"),
+        (
+            {},
+            dict(model_config=RECURRENT, mesh=make_groups(encode=1, decode=1)),
+            "^2 device groups for a model",
+        ),
+        ({}, dict(model_config=RECURRENT, mesh=make_mesh(tensor=2)), "^a mesh with tensor=2 for"),
+        (
+            dict(quantize="int8"),
+            dict(is_function=True),
+            "^quantize='int8' needs a model whose layers",
+        ),
+        ({}, dict(is_function=True, mesh=STAGES), "^a mesh with stages needs a model whose layers"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(
+    options: dict[str, Any], more: dict[str, Any], message: str
+):
+    """The same options go with a dense decoder on one device of one process."""
+    parsed = RuntimeOptions(**options)
+    check_together(Setting(options=parsed, model_config=DENSE))
+    with pytest.raises(InvalidConfigError, match=message):
+        check_together(Setting(options=parsed, **more))
+
+
+def test_a_data_axis_goes_with_recurrent_layers():
+    """Each replica has its own states."""
+    mesh = make_mesh(data=2)
+    check_together(Setting(options=RuntimeOptions(), model_config=RECURRENT, mesh=mesh))
