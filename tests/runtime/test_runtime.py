@@ -22,6 +22,7 @@ from jaxserve.core.errors import (
     DeviceMemoryError,
     EmptyPromptError,
     EngineFailedError,
+    GenerationInterrupted,
     InvalidConfigError,
     InvalidRequestError,
     InvalidSamplingParamsError,
@@ -415,8 +416,8 @@ def test_cancel_returns_what_was_generated(runtime):
     _wait_until_idle(runtime)
 
 
-def test_ctrl_c_returns_what_is_finished():
-    """An interrupt of `generate` cancels the rest and returns every request."""
+def test_ctrl_c_tells_what_is_finished():
+    """An interrupt of `generate` cancels the rest and raises with every request's completion."""
 
     class Interrupting(ExecutorWrapper):
         """An executor that interrupts at the tenth step."""
@@ -433,7 +434,9 @@ def test_ctrl_c_returns_what_is_finished():
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     options = OPTIONS | {"wrap_executor": Interrupting}
     with Runtime(tiny_llama(), **options) as runtime, heeding_interrupts():
-        completions = runtime.generate(random_prompts(21, longest=20), params)
+        with pytest.raises(GenerationInterrupted) as interrupted:
+            runtime.generate(random_prompts(21, longest=20), params)
+    completions = interrupted.value.completions
     assert completions[0].finish_reason == "length"
     assert "cancelled" in {c.finish_reason for c in completions[1:]}
     assert len(completions) == 21
