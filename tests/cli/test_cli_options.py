@@ -61,6 +61,7 @@ def test_commands_agree_on_shared_options(command):
 def test_options_are_arguments_of_a_service():
     """`open_service` knows each field, with the same default where it has one."""
     allowed = _names(RuntimeOptions) | {
+        "log_level",  # of the process
         "replicas",
         "roles",
         "quiet",
