@@ -198,6 +198,8 @@ def describe(error: JaxserveError) -> str:
 def log_to_stderr(level: LogLevel) -> None:
     """Log what this package, its kernels and its predictor say, from this level on."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    if level == "warning":  # as it is, which a program that calls a command may have changed
+        return
     for package in ("jaxserve", "pallas_kernels", "predictor", "sharding"):
         logging.getLogger(package).setLevel(level.upper())
 
