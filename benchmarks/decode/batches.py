@@ -41,7 +41,7 @@ class Batches:
     def measure(self, size: int) -> Figures:
         """Time decode steps of `size` sequences, and the run from the prompts to the last tokens.
 
-        The result says if the keys and values of so many do not fit.
+        The result says if their keys and values do not fit.
         """
         rt, length = self.rt, self.prompt_tokens + self.output_tokens
         needed, stats = size * -(-length // rt.options.page_size), rt.stats()

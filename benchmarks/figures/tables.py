@@ -693,7 +693,7 @@ SPECULATION = Table(
 )
 
 
-# ---- kinds that are on no page: their results are read by `scripts.gpu_check`, or by nobody ----
+# ---- kinds that are on no page: shown on stderr, and read by `scripts.gpu_check` ----
 
 EMBEDDINGS = Table(
     what="{arguments[num_texts]} texts of {num_tokens:,} tokens",

@@ -71,6 +71,10 @@ class DeviceExecutor(StepExecutor):
         """The parameters of the next step; None once closed."""
         return self._stage.params
 
+    @property
+    def whole_params(self) -> Any:
+        return self.params
+
     def update_params(self, params: Any) -> None:
         self._stage.update_params(params)
 

@@ -192,6 +192,11 @@ class ModelExecutor(Executor):
     def params(self) -> Any:
         """The parameters that the next step computes with, as `update_params` takes them."""
 
+    @property
+    def whole_params(self) -> Any:
+        """The parameters of the whole model as one state; None if they are in several parts."""
+        return None
+
     @abc.abstractmethod
     def update_params(self, params: Any) -> None:
         """Replace the parameters for all later steps by `params`, which `fitted` returned."""

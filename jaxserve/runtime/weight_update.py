@@ -239,16 +239,16 @@ class WeightUpdater:
         like: str | Path | Mapping[str, Any],
         tokenizer: Tokenizer | None,
     ) -> None:
-        executor = self._replicas.first.executor
-        if not isinstance(executor.params, nnx.State) or self._replicas.group is not None:
+        self._replicas.check_has_weights("rt.save_pretrained()")
+        params = self._replicas.first.executor.whole_params
+        if params is None:
             raise InvalidConfigError(
                 "weights in stages, on two groups of devices or on several processes cannot be "
                 "saved; load them in one process with a mesh without stages, or none"
             )
-        self._replicas.check_has_weights("rt.save_pretrained()")
         save_pretrained(
             folder,
-            executor.params,
+            params,
             config,
             like,
             layer_layout=layer_layout,

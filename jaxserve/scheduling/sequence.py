@@ -411,7 +411,7 @@ class Sequence:
         self.falls_short |= may_fall_short
 
     def take_back(self, num_outputs: int) -> None:
-        """Record that a step delivered so many tokens fewer than planned."""
+        """Record that a step delivered `num_outputs` tokens fewer than planned."""
         self.falls_short = True
         self.num_planned_outputs -= num_outputs
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from flax import nnx
 
+from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError, UnknownModelError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.families import config_from_hf, family_of
@@ -18,6 +19,8 @@ from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.saving import save_pretrained
 from jaxserve.models.store import LoadedModel, load_model
+from jaxserve.testing.tiny import OPTIONS
+from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
 from tests.models.gguf_models import TOKENIZER, write_gguf
 from tests.models.hf_checkpoints import (
@@ -101,6 +104,33 @@ def test_several_files(tmp_path, llama):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     for name, tensor in again.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), given[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(max_adapters=1), dict(mesh=make_mesh(tensor=2)), dict(mesh=make_mesh(data=2))],
+    ids=["adapters", "tensor", "data"],
+)
+def test_what_a_runtime_serves(tmp_path, llama, options):
+    """Without its adapters, and from all shards; it goes on serving."""
+    given = OPTIONS | dict(max_context=64) | options
+    with Runtime.from_pretrained(str(llama), **given) as rt:
+        before = rt.generate([1, 2, 3], SamplingParams(max_tokens=4)).token_ids
+        rt.save_pretrained(tmp_path / "new")
+        assert rt.generate([1, 2, 3], SamplingParams(max_tokens=4)).token_ids == before
+    written = _tensors(tmp_path / "new")
+    assert written.keys() == _tensors(llama).keys()
+    for name, tensor in _tensors(llama).items():
+        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+
+
+def test_weights_in_parts_are_refused(tmp_path, llama):
+    """Those of stages; nothing is written."""
+    stages = StagePlan.of([1, _load(llama).config.num_layers - 1])
+    with Runtime.from_pretrained(str(llama), **OPTIONS, max_context=64, mesh=stages) as rt:
+        with pytest.raises(InvalidConfigError, match="in stages.*cannot be saved"):
+            rt.save_pretrained(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_half_precision(tmp_path, llama):

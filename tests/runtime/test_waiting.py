@@ -54,7 +54,6 @@ def test_requests_of_a_runtime_that_rests(rt, caplog, stop, go_on, said):
     assert len(_said(caplog)) == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_refused(rt):
     """It has none of the threads that answer."""
     reads, writes = os.pipe()

@@ -32,7 +32,7 @@ _GPTJ = Fields(
     aliases=GPT_ALIASES,
 )
 _FIELDS = {"gptj": _GPTJ, "codegen": _GPTJ}
-# CodeGen's tensor of all queries, keys and values consists of the parts of so many devices.
+# CodeGen's tensor of all queries, keys and values has a part for each of this number of devices.
 _NUM_PARTS = 4
 
 
