@@ -234,17 +234,14 @@ class DeviceWarmup:
         if not self._generates:
             return
         name = variant.name.lower()
+        loop = partial(self._programs.prepare_loop, self._params, self._cache, self._state, variant)
         for num_rows in variant.sizes(self._config.slot_buckets)[part]:
-            yield (
-                f"{name} decode loop, {num_rows} slots",
-                partial(self._decode, variant, num_rows, 0),
-            )
+            yield f"{name} decode loop, {num_rows} slots", partial(loop, num_rows)
         for num_rows in variant.sizes(self._config.head_buckets)[part]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
         for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
-            num_proposed = self._config.num_proposed_beside(num_rows)
-            loop = partial(self._decode, variant, num_rows, num_proposed)
-            yield f"{name} speculating loop, {num_rows} slots", loop
+            step = partial(loop, num_rows, self._config.num_proposed_beside(num_rows))
+            yield f"{name} speculating loop, {num_rows} slots", step
 
     def _body(self, num_tokens: int) -> WarmupStep:
         return _body_name(num_tokens), partial(self._mixed, num_tokens, None)
@@ -271,15 +268,8 @@ class DeviceWarmup:
 
     def _mixed(self, num_tokens: int, incoming: Any) -> jax.stages.Compiled:
         batch, _ = pack_rows(self._config, (), num_tokens)
-        return self._programs.mixed_body.prepare(
-            self._params,
-            self._cache,
-            self._state,
-            batch,
-            self._programs.plan_mixed(batch),
-            None,
-            incoming,
-            abstract(self._programs.draft_mixed(batch)),
+        return self._programs.prepare_mixed(
+            self._params, self._cache, self._state, batch, None, incoming
         )
 
     def _outputs(self, num_tokens: int) -> list[Any]:
@@ -325,20 +315,6 @@ class DeviceWarmup:
             self._programs.probe_params,
             no_masks(num_rows, vocab_size),
             variant=variant,
-        )
-
-    def _decode(self, variant: Variant, num_rows: int, num_proposed: int) -> None:
-        window = range(num_rows)
-        self._programs.decode_loop.prepare(
-            self._params,
-            self._cache,
-            self._state,
-            pack_window(window, ()),
-            self._programs.plan_loop((), window, num_proposed=num_proposed),
-            self._programs.probe_params,
-            abstract(self._programs.draft_loop((), window, num_proposed=num_proposed)),
-            variant=variant,
-            num_proposed=num_proposed,
         )
 
 

@@ -7,7 +7,7 @@ multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -25,7 +25,6 @@ from jaxserve.steps.drafting import Drafter, DraftInputs
 from jaxserve.steps.executable_store import ExecutableStore, these_settings
 from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import (
-    DecodeWindow,
     MixedBatch,
     Params,
     loop_sizes,
@@ -224,60 +223,54 @@ class Programs:
 
         The cache may be abstract. `variant` is the decode loop's; FULL takes the most memory.
         """
-        batch, window = self._arguments()
         cache, slots = self._placed(cache)
-        decode_plan = self.plan_loop((), range(self.config.max_slots))
+        batch, size = self._largest_batch(), self.config.max_slots
+        loop = partial(self.prepare_loop, params, cache, slots, variant)
+        most = loop_sizes(self.config, variant, speculates=True)[-1:]
         steps: list[Any] = prepared_together(
-            partial(
-                self.mixed_body.prepare,
-                params,
-                cache,
-                slots,
-                batch,
-                self.plan_mixed(batch),
-                None,
-                self._incoming(cache),
-                self.draft_mixed(batch),
-            ),
-            partial(
-                self.decode_loop.prepare,
-                params,
-                cache,
-                slots,
-                window,
-                decode_plan,
-                self.probe_params,
-                self.draft_loop((), range(self.config.max_slots)),
-                variant=variant,
-            ),
-            *self._largest_speculating_loop(params, cache, slots, variant),
+            partial(self.prepare_mixed, params, cache, slots, batch, None, self._incoming(cache)),
+            partial(loop, size),
+            *(partial(loop, num, self.config.num_proposed_beside(num)) for num in most),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)
         return steps + [step.compile() for step in lowered]
 
-    def _largest_speculating_loop(
-        self, params: Params, cache: Any, slots: Any, variant: Variant
-    ) -> list[Callable[[], Any]]:
-        """Return the function that prepares it, in a list; an empty list if no loop speculates."""
-        sizes = loop_sizes(self.config, variant, speculates=True)
-        if not sizes:
-            return []
-        window, num_proposed = range(sizes[-1]), self.config.num_proposed_beside(sizes[-1])
-        plans = self.plan_loop((), window, num_proposed=num_proposed)
-        prepare = partial(
-            self.decode_loop.prepare,
+    def prepare_mixed(
+        self,
+        params: Params,
+        cache: Any,
+        slots: Any,
+        batch: MixedBatch,
+        inputs: Any = None,
+        incoming: IncomingPages | None = None,
+    ) -> jax.stages.Compiled:
+        """Prepare a mixed step of a batch without rows; all other arguments may be abstract."""
+        plan, draft = self.plan_mixed(batch), self.draft_mixed(batch)
+        return self.mixed_body.prepare(params, cache, slots, batch, plan, inputs, incoming, draft)
+
+    def prepare_loop(
+        self,
+        params: Params,
+        cache: Any,
+        slots: Any,
+        variant: Variant,
+        num_rows: int,
+        num_proposed: int = 0,
+    ) -> jax.stages.Compiled:
+        """Prepare a decode loop over the first slots; params, cache and slots may be abstract."""
+        window = range(num_rows)
+        return self.decode_loop.prepare(
             params,
             cache,
             slots,
             pack_window(window, ()),
-            plans,
+            self.plan_loop((), window, num_proposed=num_proposed),
             self.probe_params,
             self.draft_loop((), window, num_proposed=num_proposed),
             variant=variant,
             num_proposed=num_proposed,
         )
-        return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
         """Return the memory of `compiled_steps` in addition to their arguments; measured once."""
@@ -299,8 +292,8 @@ class Programs:
         `embed` is the width of the previous stage's output; None for the first stage. Only the last
         stage `samples`.
         """
-        batch, window = self._arguments()
         cache, slots = self._placed(cache, looks_up=samples)
+        batch, rows = self._largest_batch(), self.config.max_slots
         dtype = jnp.dtype(self.model_config.dtype)
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
@@ -309,16 +302,13 @@ class Programs:
         def inputs(num: int) -> jax.ShapeDtypeStruct | None:
             return None if embed is None else whole(jax.ShapeDtypeStruct((num, embed), dtype))
 
-        rows = self.config.max_slots
-        body = self.mixed_body.prepare(
+        body = self.prepare_mixed(
             params,
             cache,
             slots,
             batch,
-            self.plan_mixed(batch),
             inputs(self.config.max_step_tokens),
             self._incoming(cache),
-            self.draft_mixed(batch),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)
@@ -329,7 +319,7 @@ class Programs:
                 params,
                 cache,
                 slots,
-                window,
+                pack_window(range(rows), ()),
                 self.plan_decode((), range(rows)),
                 inputs(rows),
                 None,
@@ -388,10 +378,9 @@ class Programs:
         target: Any = np.zeros(count, np.int32)
         return IncomingPages(target, values)
 
-    def _arguments(self) -> tuple[MixedBatch, DecodeWindow]:
-        """Return the largest batch and the largest window, without rows."""
-        batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
-        return batch, pack_window(range(self.config.max_slots), ())
+    def _largest_batch(self) -> MixedBatch:
+        """Return the largest batch, without rows."""
+        return pack_rows(self.config, (), self.config.max_step_tokens)[0]
 
 
 def _loop_plans(
