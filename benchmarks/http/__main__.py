@@ -11,6 +11,7 @@ form. No two requests to a server have the same prompt.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -129,19 +130,20 @@ def _point(
 
 def _costs(ours: Sequence[Figures], base: Sequence[Figures]) -> Figures:
     """Return the cost of HTTP over another way, in each run and in the middle one."""
-    return summary(
-        [
+    costs = []
+    for both in zip(ours, base, strict=True):
+        rates = [each["at_once"]["tokens_per_s"] for each in both]
+        firsts = [each["poisson"]["first_token_s"]["p50"] for each in both]
+        outside = [_outside_engine_s(each) for each in both]
+        costs.append(
             {
-                "throughput_share": http["at_once"]["tokens_per_s"]
-                / other["at_once"]["tokens_per_s"],
-                "first_token_later_s": http["poisson"]["first_token_s"]["p50"]
-                - other["poisson"]["first_token_s"]["p50"],
-                "outside_engine_s": _outside_engine_s(http),
-                "outside_engine_later_s": _outside_engine_s(http) - _outside_engine_s(other),
+                "throughput_share": rates[0] / rates[1],
+                "first_token_later_s": firsts[0] - firsts[1],
+                "outside_engine_s": outside[0],
+                "outside_engine_later_s": outside[0] - outside[1],
             }
-            for http, other in zip(ours, base, strict=True)
-        ]
-    )
+        )
+    return summary(costs)
 
 
 def _outside_engine_s(figures: Figures) -> float:
@@ -198,7 +200,7 @@ class _Contest:
 
 def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
     wall_s = max(arrival + one.end_s for arrival, one in zip(arrivals_s, seen, strict=True))
-    gaps = [b - a for one in seen for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
+    gaps = [b - a for one in seen for a, b in itertools.pairwise(one.times_s)]
     # The first event may also have several tokens; then this is less than the time of one token.
     each = [
         (one.times_s[-1] - one.times_s[0]) / (one.num_tokens - 1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -44,24 +45,17 @@ class Seen:
     request_id: str = ""
 
 
-def send(
-    url: str,
-    bodies: Sequence[dict[str, Any]],
-    arrivals_s: Sequence[float],
-    path: str = "/inference/v1/generate",
-) -> list[Seen]:
+def send(url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]) -> list[Seen]:
     """Send each body at its time on its own connection, and return the received tokens.
 
     Args:
-      path: of an endpoint that streams token ids; or one that streams text and gives the number of
+      url: of an endpoint that streams token ids; or one that streams text and gives the number of
         tokens at the end (`stream_options.include_usage`), as OpenAI's completions do.
 
     Raises:
       PeerError: a request was not answered, or not within `LIMIT_S` seconds of the last arrival.
     """
-    given = json.dumps(
-        {"url": url, "path": path, "bodies": list(bodies), "arrivals_s": list(arrivals_s)}
-    )
+    given = json.dumps({"url": url, "bodies": list(bodies), "arrivals_s": list(arrivals_s)})
     program = "from benchmarks.http.load import main; main()"
     limit_s = LIMIT_S + max(arrivals_s, default=0.0)
     try:
@@ -88,26 +82,27 @@ def main() -> None:
     print(json.dumps([vars(each) for each in seen]))
 
 
-async def _send_all(url: str, path: str, bodies: list[Any], arrivals_s: list[float]) -> list[Seen]:
-    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
+async def _send_all(url: str, bodies: list[Any], arrivals_s: list[float]) -> list[Seen]:
+    where = urlsplit(url)
     contents = [json.dumps(body).encode() for body in bodies]
     begun_s = time.perf_counter() + 0.1
     return await asyncio.gather(
         *(
-            _send_one(host, int(port or 80), path, content, begun_s + arrival_s)
+            _send_one(where, content, begun_s + arrival_s)
             for content, arrival_s in zip(contents, arrivals_s, strict=True)
         )
     )
 
 
-async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -> Seen:
+async def _send_one(where: SplitResult, body: bytes, at_s: float) -> Seen:
     await asyncio.sleep(at_s - time.perf_counter())
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port or 80)
     # Recorded before it is written: the server may receive it before this process continues.
     seen = Seen([], 0, 0.0, at_s, time.perf_counter() - at_s)
     writer.write(
         b"POST %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % (where.path.encode(), len(body))
     )
     writer.write(body)
     usage, lines = None, []
@@ -131,7 +126,7 @@ async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -
     return seen
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Return the median, the 99th percentile and the mean."""
     found = {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 99)}
     return {**found, "mean": float(np.mean(seconds))}
@@ -152,17 +147,12 @@ def phases(seen: Sequence[Seen], records: Sequence[RequestRecord]) -> Figures | 
     timings = {record.request_id: record.timing for record in records}
     if any(one.request_id not in timings for one in seen):
         return None
-    found: dict[str, list[float]] = {
-        "late_s": [],
-        "before_engine_s": [],
-        "engine_s": [],
-        "after_engine_s": [],
-    }
+    ends = []  # of the parts of each request
     for one in seen:
         times = timings[one.request_id]
         assert times.first_token_s is not None, "each answer has a token"
         arrived_s, first_s = times.arrival_s - one.at_s, times.first_token_s - one.at_s
-        parts = (one.sent_s, arrived_s - one.sent_s, first_s - arrived_s, one.times_s[0] - first_s)
-        for each, part_s in zip(found.values(), parts, strict=True):
-            each.append(part_s)
-    return {name: percentiles(seconds) for name, seconds in found.items()}
+        ends.append((one.sent_s, arrived_s, first_s, one.times_s[0]))
+    parts = np.diff(ends, prepend=0.0).T
+    names = ("late_s", "before_engine_s", "engine_s", "after_engine_s")
+    return {name: percentiles(part) for name, part in zip(names, parts, strict=True)}

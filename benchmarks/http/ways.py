@@ -87,33 +87,27 @@ def of_ours(rt: Runtime, socket_url: str, url: str, *, completions: bool) -> dic
 
 def completions_of(url: str, model: str, fields: Mapping[str, Any] | None = None) -> Way:
     """Return the way over a server's `/v1/completions`, with `fields` added to each body."""
+    common = {"model": model, "stream_options": {"include_usage": True}, **(fields or {})}
 
-    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
-        bodies = [
-            {
-                "model": model,
-                "prompt": list(map(int, item.prompt_token_ids)),
-                **_params(item),
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                **(fields or {}),
-            }
-            for item in items
-        ]
-        return _checked(send(url, bodies, arrivals_s, "/v1/completions"), items)
+    def body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": prompt, **params, **common}
 
-    return answer
+    return _streamed(f"{url.rstrip('/')}/v1/completions", body)
 
 
 def _generate(url: str) -> Way:
+    def body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return {"token_ids": prompt, "sampling_params": params}
+
+    return _streamed(f"{url}/inference/v1/generate", body)
+
+
+def _streamed(url: str, body: Callable[[list[int], dict[str, Any]], dict[str, Any]]) -> Way:
     def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
+        prompts = [list(map(int, item.prompt_token_ids)) for item in items]
         bodies = [
-            {
-                "token_ids": list(map(int, item.prompt_token_ids)),
-                "sampling_params": _params(item),
-                "stream": True,
-            }
-            for item in items
+            {**body(prompt, _params(item)), "stream": True}
+            for prompt, item in zip(prompts, items, strict=True)
         ]
         return _checked(send(url, bodies, arrivals_s), items)
 
