@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
-from benchmarks.exegpt.discrete import compared, play
+from benchmarks.exegpt.discrete import compared, or_none, play
 from benchmarks.exegpt.estimated import figure_10, figure_11, table_5
 from benchmarks.exegpt.scenarios import (
     PAPER_MEAN_GAINS,
@@ -63,7 +63,7 @@ class Contest:
     """
 
     def __init__(self, deployment: Deployment, lengths: TaskLengths):
-        self._deployment, self._lengths = deployment, lengths
+        self.deployment, self._lengths = deployment, lengths
         self.static = StaticBatches.of(deployment, lengths)
         level = IterationLevel(deployment, lengths)
         self.served: dict[str, Served] = {
@@ -77,7 +77,7 @@ class Contest:
 
     @cached_property
     def _overlapping(self) -> Timeline:
-        return RRATimeline(replace(self._deployment, overlaps_rounds=True), self._lengths)
+        return RRATimeline(replace(self.deployment, overlaps_rounds=True), self._lengths)
 
     def point(self, bound_s: float, *, num_seeds: int = 0) -> dict[str, Any]:
         """Return the best of each system under a bound, and the figures of the played schedule.
@@ -95,20 +95,19 @@ class Contest:
             per_s[name] = maximise([timeline], score).score or None
         per_s["continuous"] = maximise(self._continuous, score).score or None
         point = {
-            "bound_s": None if math.isinf(bound_s) else bound_s,
+            "bound_s": or_none(bound_s),
             "per_s_of": per_s,
-            "batch_of": {name: _batch(served, bound_s) for name, served in self.served.items()},
+            "batch_of": {
+                name: None if (i := served.best_at(bound_s)) is None else int(served.batch[i])
+                for name, served in self.served.items()
+            },
             "overlapping_rra_per_s": maximise([self._overlapping], score).score or None,
         }
         try:
-            choice = search(self._deployment, self._lengths, bounds)
+            choice = search(self.deployment, self._lengths, bounds)
         except InfeasibleBoundError as error:
-            return point | {
-                "per_s": None,
-                "exegpt_per_s": None,
-                "gain": None,
-                "lowest_s": error.lowest["latency_s"],
-            }
+            none = dict.fromkeys(("per_s", "exegpt_per_s", "gain"))
+            return {**point, **none, "lowest_s": error.lowest["latency_s"]}
         throughput = float(choice.estimates.throughput)
         own = max(per_s["rra"] or 0.0, per_s.get("waa") or 0.0) or None
         return point | {
@@ -136,21 +135,31 @@ class Contest:
         """Play a schedule with the real scheduler."""
         throughput = float(choice.estimates.throughput)
         longest = self._lengths.outputs.percentile(self._lengths.level)
-        played = play(self._deployment, self._lengths, choice.schedule, per_s=throughput, seed=seed)
+        played = play(self.deployment, self._lengths, choice.schedule, per_s=throughput, seed=seed)
         is_long = played.num_tokens > longest
-        p99_s = played.of_length(longest)
         return {
             "policy": choice.schedule.layout.policy.value,
             "seed": seed,
             "expected_per_s": throughput,
             "num_answers": len(played.latency_s),
             "per_s": played.throughput,
-            "p99_length_s": None if math.isnan(p99_s) else p99_s,
+            "p99_length_s": or_none(played.of_length(longest)),
             "within": played.within(bound_s),
             "longer_share": float(is_long.mean()),
             "missed_by_others": float((played.latency_s > bound_s)[~is_long].mean()),
             "num_preemptions": played.num_preemptions,
         }
+
+
+_SIZES = (
+    "encode_batch",
+    "max_running",
+    "chunk_tokens",
+    "num_decodes",
+    "num_micro_batches",
+    "num_encode_devices",
+    "decode_batch",
+)
 
 
 def described(choice: SearchResult) -> dict[str, Any]:
@@ -161,22 +170,11 @@ def described(choice: SearchResult) -> dict[str, Any]:
         "policy": schedule.layout.policy.value,
         "degree": schedule.layout.degree,
         "num_sharded_devices": schedule.layout.num_sharded_devices,
-        "encode_batch": schedule.encode_batch,
-        "max_running": schedule.max_running,
-        "chunk_tokens": schedule.chunk_tokens,
-        "num_decodes": schedule.num_decodes,
-        "num_micro_batches": schedule.num_micro_batches,
-        "num_encode_devices": schedule.num_encode_devices,
-        "decode_batch": schedule.decode_batch,
+        **{name: getattr(schedule, name) for name in _SIZES},
         "memory_gb": float(estimates.memory_bytes) / 1e9,
         "search_s": choice.elapsed_s,
         "evaluated_share": choice.num_evaluated / choice.num_points,
     }
-
-
-def _batch(served: Served, bound_s: float) -> int | None:
-    index = served.best_at(bound_s)
-    return None if index is None else int(served.batch[index])
 
 
 # Quantile of the lengths for which a bound is planned, and to which the baselines are held. One in
@@ -198,7 +196,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 points.append(point)
                 cases.append((contest.timelines, LatencyBounds(latency_s=bound_s)))
             if scenario.is_of_figure_7:
-                checked = _checked(scenario, lengths, contest, bound_s) if options.seeds else {}
+                checked = {
+                    name: compared(name, contest.served[name], bound_s, contest.deployment, lengths)
+                    for name in ("orca", "vllm")
+                    if options.seeds
+                }
                 sevenths.append(point | {"checked": checked})
     return {
         "points": points,
@@ -211,9 +213,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "mean_gain_exegpt": _mean_gains(points, "exegpt_per_s"),
         "mean_gain_overlapping": _mean_gain(points, "exegpt_per_s", or_rra="overlapping_rra_per_s"),
         "paper_mean_gain": PAPER_MEAN_GAINS,
-        "mean_gain_over": {name: _mean_gain(points, "per_s", over=name) for name in BASELINES},
+        "mean_gain_over": {each: _mean_gain(points, "per_s", over=each) for each in BASELINES},
         "mean_gain_exegpt_over": {
-            name: _mean_gain(points, "exegpt_per_s", over=name) for name in BASELINES
+            each: _mean_gain(points, "exegpt_per_s", over=each) for each in BASELINES
         },
         "played": _played([*points, *(point for point in sevenths if not point["figure"])]),
         "search": {
@@ -223,17 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for model in models
             },
         },
-        "algorithm_1": _algorithm_1(cases),
-    }
-
-
-def _checked(
-    scenario: Scenario, lengths: TaskLengths, contest: Contest, bound_s: float
-) -> dict[str, Any]:
-    """Return the figures of ORCA's and vLLM's best batches when they were played."""
-    parts = scenario.deployment(), lengths
-    return {
-        name: compared(name, contest.served[name], bound_s, *parts) for name in ("orca", "vllm")
+        "algorithm_1": asdict(misses_of(cases)),
     }
 
 
@@ -289,36 +281,22 @@ def _played(points: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _algorithm_1(cases: list[Any]) -> dict[str, Any]:
-    misses = misses_of(cases)
-    return {
-        "num_cases": misses.num_cases,
-        "missed_share": misses.missed_share,
-        "beyond_tolerance_share": misses.beyond_share,
-        "num_not_found": misses.num_not_found,
-        "worst_share": misses.worst_share,
-        "num_evaluated": misses.num_evaluated,
-        "num_evaluated_by_bounds": misses.num_evaluated_by_bounds,
-    }
-
-
 def _table_6() -> list[dict[str, Any]]:
     """Return the paper's four schedules of OPT 13B and task S, without margins."""
     scenario = Scenario("OPT-13B", "A40", 4, "S")
     deployment = replace(scenario.deployment(), encode_margin=0.0, decode_margin=0.0)
     lengths = scenario.lengths()
     rra, waa = RRATimeline(deployment, lengths), WAATimeline(deployment, lengths)
+    timelines = {"rra": (rra, AllocationPolicy.RRA), "waa": (waa, AllocationPolicy.WAA_C)}
     rows = []
     for bound_s, policy, batch, num_decodes, degree, latency_s, per_s in PAPER_TABLE_6:
-        timeline, kind = (
-            (rra, AllocationPolicy.RRA) if policy == "rra" else (waa, AllocationPolicy.WAA_C)
-        )
+        timeline, kind = timelines[policy]
         layout = ParallelLayout(policy=kind, degree=degree, num_sharded_devices=4)
         point = Points.one(timeline.layouts.index(layout), batch, num_decodes)
         estimates = timeline.estimate(point)[0]
         rows.append(
             {
-                "bound_s": None if math.isinf(bound_s) else bound_s,
+                "bound_s": or_none(bound_s),
                 "policy": policy,
                 "encode_batch": batch,
                 "num_decodes": num_decodes,

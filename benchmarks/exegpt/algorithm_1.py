@@ -182,29 +182,21 @@ class Misses:
 
     Attributes:
       num_cases: bounds that some schedule keeps.
-      num_missed: cases in which Algorithm 1 finds a lower throughput, or none.
-      num_beyond: missed cases that are lower by more than the tolerance.
-      num_not_found: missed cases without a schedule.
+      missed_share: of the cases, where Algorithm 1 finds a lower throughput, or none.
+      beyond_tolerance_share: of the cases, where it is lower by more than the tolerance.
+      num_not_found: cases without a schedule.
       worst_share: lowest throughput found, as a share of the best.
       num_evaluated, num_evaluated_by_bounds: timelines that Algorithm 1 and `search.maximise`
         computed.
     """
 
     num_cases: int
-    num_missed: int
-    num_beyond: int
+    missed_share: float
+    beyond_tolerance_share: float
     num_not_found: int
     worst_share: float
     num_evaluated: int
     num_evaluated_by_bounds: int
-
-    @property
-    def missed_share(self) -> float:
-        return self.num_missed / self.num_cases if self.num_cases else 0.0
-
-    @property
-    def beyond_share(self) -> float:
-        return self.num_beyond / self.num_cases if self.num_cases else 0.0
 
 
 def misses_of(
@@ -222,8 +214,8 @@ def misses_of(
         num_by_bounds += best.num_evaluated
     return Misses(
         num_cases=len(shares),
-        num_missed=sum(share < _MISS for share in shares),
-        num_beyond=sum(share < 1.0 - tolerance for share in shares),
+        missed_share=sum(share < _MISS for share in shares) / max(1, len(shares)),
+        beyond_tolerance_share=sum(s < 1.0 - tolerance for s in shares) / max(1, len(shares)),
         num_not_found=shares.count(0.0),
         worst_share=min(shares, default=1.0),
         num_evaluated=num_evaluated,

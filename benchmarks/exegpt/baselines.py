@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
+from scipy.stats import binom
 
-from benchmarks.exegpt.step_cost import pipeline_of
+from benchmarks.exegpt.step_cost import decode_pass, encode_pass, memory_bytes, pipeline_of
 from jaxserve.planning.schedules import (
     AllocationPolicy,
     Deployment,
-    LayerPhase,
     LengthDistribution,
     ParallelLayout,
     Points,
@@ -30,14 +30,14 @@ _EVERY = 1024
 
 
 def fitting_batches(
-    deployment: Deployment, memory_bytes: Callable[[np.ndarray], np.ndarray], *, step: int = 1
+    deployment: Deployment, pipeline: Pipeline, held: float, *, step: int = 1
 ) -> np.ndarray:
     """Return the batches that memory holds, in multiples of `step`, ascending.
 
     Args:
-      memory_bytes: bytes in use on the fullest device with this many sequences; a straight line.
+      held: tokens whose KV is held for each sequence.
     """
-    empty, one = memory_bytes(np.array([0, 1])).tolist()
+    empty, one = memory_bytes(deployment, pipeline, np.array([0, held])).tolist()
     room = deployment.cluster.memory_bytes - empty
     most = min(room / max(one - empty, 1e-300), deployment.max_encode_batch)
     batch = np.arange(step, int(max(most, 0)) + 1, step)
@@ -45,6 +45,17 @@ def fitting_batches(
         return batch
     thousandth = np.exp(np.arange(np.log(_EVERY), np.log(max(most, _EVERY)), 1e-3)).astype(int)
     return np.unique(np.concatenate([batch[:_EVERY], thousandth[thousandth <= most], batch[-1:]]))
+
+
+def whole_layout(deployment: Deployment) -> ParallelLayout:
+    """Return as much tensor parallelism as a machine has devices; machines are stages."""
+    cluster = deployment.cluster
+    degree = max(cluster.degrees)
+    return ParallelLayout(
+        policy=AllocationPolicy.CONTINUOUS,
+        degree=degree,
+        num_sharded_devices=cluster.num_devices if degree > 1 else 0,
+    )
 
 
 @final
@@ -67,15 +78,8 @@ class Served:
     @classmethod
     def joined(cls, parts: Iterable[Served]) -> Served:
         """Return the configurations of all parts."""
-        every = list(parts)
-        return cls(
-            batch=np.concatenate([part.batch for part in every]),
-            throughput=np.concatenate([part.throughput for part in every]),
-            latency_s=np.concatenate([part.latency_s for part in every]),
-            tokens=np.concatenate(
-                [np.broadcast_to(part.tokens, part.batch.shape) for part in every]
-            ),
-        )
+        every = [replace(p, tokens=np.broadcast_to(p.tokens, p.batch.shape)) for p in parts]
+        return cls(**{n: np.concatenate([getattr(p, n) for p in every]) for n in vars(every[0])})
 
     def best_at(self, bound_s: float) -> int | None:
         """Return the index of the highest throughput under a bound; None if nothing keeps it."""
@@ -118,65 +122,26 @@ class StaticBatches:
           split: micro-batches of the encode phase per stage. 1 is FasterTransformer as in figure 1
             of the paper, more is DeepSpeed Inference's hybrid scheduling.
         """
-        model, cluster = deployment.model, deployment.cluster
-        degree = max(cluster.degrees)
-        pipeline = Pipeline.of(
-            np.array([cluster.num_devices]),
-            np.array([cluster.num_devices if degree > 1 else 0]),
-            np.array([degree]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
-        )
-        held = lengths.inputs.max_length + lengths.outputs.max_length
-        batch = fitting_batches(
-            deployment,
-            lambda batch: pipeline.memory_bytes(
-                model,
-                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-                num_decode_layers=model.num_decode_layers,
-                kv_tokens=batch * held,
-            ),
-            step=_STEP,
-        )
+        inputs, outputs = lengths.inputs, lengths.outputs
+        pipeline = pipeline_of(deployment, whole_layout(deployment))
+        held = inputs.max_length + outputs.max_length
+        batch = fitting_batches(deployment, pipeline, held, step=_STEP)
         num = np.minimum(batch, pipeline.num_stages)
-        part = batch / num
         num_encode = np.minimum(batch, split * pipeline.num_stages)
-        encode_part = batch / num_encode
-        num_tokens = encode_part * lengths.inputs.mean
-        slowest_s, through_s = pipeline.pass_s(
-            deployment.cost,
-            LayerPhase.ENCODE,
-            model.num_encode_layers,
-            batch=encode_part,
-            length=np.sqrt(lengths.inputs.mean_square),
-            num_tokens=num_tokens,
-            num_head_tokens=encode_part if model.is_decoder_only else None,
-        )
-        if not model.is_decoder_only:
-            joined = pipeline.join_s(deployment.cost, model.num_decode_layers, num_tokens)
-            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        part, length = batch / num_encode, np.sqrt(inputs.mean_square)
+        slowest_s, through_s = encode_pass(deployment, pipeline, part, length, part * inputs.mean)
         encode_s = through_s + (num_encode - 1) * slowest_s
 
-        def decode_s(num_iterations: np.ndarray) -> np.ndarray:
-            slowest_s, through_s = pipeline.pass_s(
-                deployment.cost,
-                LayerPhase.DECODE,
-                model.num_decode_layers,
-                batch=part,
-                length=lengths.inputs.mean + (num_iterations + 1) / 2,
-                num_tokens=part,
-                num_head_tokens=part,
-            )
-            return num_iterations * np.maximum(num * slowest_s, through_s)
+        def decode_s(iterations: np.ndarray) -> np.ndarray:
+            context = inputs.mean + (iterations + 1) / 2
+            slowest_s, through_s = decode_pass(deployment, pipeline, batch / num, context)
+            return iterations * np.maximum(num * slowest_s, through_s)
 
-        iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        iterations = outputs.less_one() if deployment.model.is_decoder_only else outputs
         longest = np.full(batch.shape, float(iterations.max_length))
         spent_s = encode_s + decode_s(expected_longest(iterations, batch))
-        return cls(
-            served=Served(
-                batch=batch, throughput=batch / spent_s, latency_s=encode_s + decode_s(longest)
-            )
-        )
+        latency_s = encode_s + decode_s(longest)
+        return cls(served=Served(batch=batch, throughput=batch / spent_s, latency_s=latency_s))
 
     def bounds(self) -> list[float]:
         """Return the paper's four latency bounds: the bottom 10, 30 and 70 %, and infinity."""
@@ -226,18 +191,16 @@ class IterationLevel:
         odds = 1.0 / self.lengths.outputs.mean
         spread = np.sqrt(rows.max() * odds * (1 - odds))
         num_new = np.arange(int(rows.max() * odds + _DEVIATIONS * spread) + 2)
-        shares = _binomial(num_new, rows, odds)
         tokens = num_new * self.lengths.inputs.mean
         length = np.sqrt(self.lengths.inputs.mean_square)
         taken_s = self._iteration_s(
             rows[:, None], num_turns[:, None], num_new[None], length, tokens[None]
         )
         # P(the largest of M independent numbers of prompts is at most k).
-        below = np.cumsum(shares, axis=1) ** num_turns[:, None]
+        below = np.cumsum(_binomial(num_new, rows, odds), axis=1) ** num_turns[:, None]
         slowest = np.diff(below, axis=1, prepend=0.0)
         mean_s = (slowest * taken_s).sum(1) / below[:, -1]
-        first_s = taken_s[:, 1]
-        return self._served(batch, mean_s, first_s, num_first=1.0)
+        return self._served(batch, mean_s, taken_s[:, 1], num_first=1.0)
 
     def vllm(self) -> Served:
         """Return vLLM's batches: pages on demand, and prompts in chunks together with decoding.
@@ -248,8 +211,7 @@ class IterationLevel:
         chunks may be in all micro-batches at once, as in `ContinuousTimeline`: vLLM's authors do
         not have that, but vLLM's layout allows it.
         """
-        mean_held = self.lengths.outputs.mean_position
-        batch = self._fitting(mean_held)
+        batch = self._fitting(self.lengths.outputs.mean_position)
         if not self.deployment.model.is_decoder_only:
             return self._as_planned(batch, 0)
         kinds = (self._chunked, self._as_planned)
@@ -270,25 +232,19 @@ class IterationLevel:
         )
 
     def _chunked(self, batch: np.ndarray, tokens: int) -> Served:
-        inputs, outputs = self.lengths.inputs, self.lengths.outputs
+        inputs = self.lengths.inputs
         rows, num_turns = self._turns(batch)
-        share = rows / outputs.mean * inputs.mean / tokens
-        batch, rows, num_turns, share = (
-            each[share <= 1.0] for each in (batch, rows, num_turns, share)
-        )
+        share = rows / self.lengths.outputs.mean * inputs.mean / tokens
+        kept = share <= 1.0
+        batch, rows, num_turns, share = batch[kept], rows[kept], num_turns[kept], share[kept]
         # A chunk attends to half a prompt on average, in as many pairs as sqrt(pairs) squared.
         length = np.sqrt(tokens * inputs.mean_square / inputs.mean)
         with_s = self._iteration_s(rows, num_turns, 1.0, length, float(tokens))
         without_s = self._iteration_s(rows, num_turns, 0.0, 1.0, 0.0)
         any_share = 1.0 - (1.0 - share) ** num_turns
         mean_s = any_share * with_s + (1.0 - any_share) * without_s
-        served = self._served(batch, mean_s, with_s, num_first=max(1.0, inputs.mean / tokens))
-        return Served(
-            batch=served.batch,
-            throughput=served.throughput,
-            latency_s=served.latency_s,
-            tokens=tokens,
-        )
+        num_first = max(1.0, inputs.mean / tokens)
+        return replace(self._served(batch, mean_s, with_s, num_first=num_first), tokens=tokens)
 
     def _served(
         self, batch: np.ndarray, mean_s: np.ndarray, first_s: np.ndarray, *, num_first: float
@@ -315,17 +271,8 @@ class IterationLevel:
 
     def _fitting(self, held_outputs: float) -> np.ndarray:
         """Return the batches whose KV fits, with a given number of output tokens each."""
-        model = self.deployment.model
-        pipeline, held = self._pipeline, self.lengths.inputs.mean + held_outputs
-        return fitting_batches(
-            self.deployment,
-            lambda batch: pipeline.memory_bytes(
-                model,
-                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-                num_decode_layers=model.num_decode_layers,
-                kv_tokens=batch * held,
-            ),
-        )
+        held = self.lengths.inputs.mean + held_outputs
+        return fitting_batches(self.deployment, self._pipeline, held)
 
     def _iteration_s(
         self,
@@ -352,13 +299,7 @@ class IterationLevel:
 
     @property
     def layout(self) -> ParallelLayout:
-        cluster = self.deployment.cluster
-        degree = max(cluster.degrees)
-        return ParallelLayout(
-            policy=AllocationPolicy.CONTINUOUS,
-            degree=degree,
-            num_sharded_devices=cluster.num_devices if degree > 1 else 0,
-        )
+        return whole_layout(self.deployment)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -367,16 +308,6 @@ class IterationLevel:
 
 def _binomial(counts: np.ndarray, num: np.ndarray, odds: float) -> np.ndarray:
     """Return P(count of num) [num, counts]; a fractional `num` is a mean of two whole numbers."""
-    most = int(num.max()) + 1 + int(counts.max())
-    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
-
-    def shares(whole: np.ndarray) -> np.ndarray:
-        whole = whole.astype(int)[:, None]
-        left = np.maximum(whole - counts, 0)
-        ways = factorials[whole] - factorials[counts] - factorials[left]
-        chance = np.exp(ways + counts * np.log(odds) + left * np.log1p(-odds))
-        return np.where(counts <= whole, chance, 0.0)
-
-    low = np.floor(num)
-    part = (num - low)[:, None]
-    return (1 - part) * shares(low) + part * shares(low + 1)
+    low = np.floor(num)[:, None]
+    part = num[:, None] - low
+    return (1 - part) * binom.pmf(counts, low, odds) + part * binom.pmf(counts, low + 1, odds)

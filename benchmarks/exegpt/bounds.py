@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -22,7 +22,7 @@ from benchmarks.common import workloads
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.repeats import repeats
 from benchmarks.common.serving import Runtimes, measure
-from benchmarks.common.workloads import items
+from benchmarks.exegpt.discrete import or_none
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.core.request import Completion
 from jaxserve.scheduling.presets import get_policy
@@ -38,6 +38,8 @@ STATIC = "fastertransformer"
 PLANNED = "exegpt"
 LEVEL = 0.99
 _PERCENTILES = (10, 30, 70)
+# Figures of a run that its simulation predicts.
+_PREDICTED = ("answers_per_s", "p99_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -45,12 +47,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     The errors are those of the simulations.
     """
-    batches = tuple(whole_numbers(options.batches, "--batches"))
     options.max_slots = options.predictor = None
-    session = _Session(options, tuple(options.tasks.split(",")), batches)
+    whole_numbers(options.batches, "--batches")
     with Runtimes(options) as runtimes:
+        session = _Session(options, runtimes)
         while session.num_rounds < options.repeats and session.has_time():
-            session.play_round(runtimes)
+            session.play_round()
     return {
         "repeats": session.num_rounds,
         "is_whole": session.num_rounds == options.repeats,
@@ -60,15 +62,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _latency_s(done: Completion) -> float:
+    return (done.timing.finished_s or 0.0) - (done.timing.admitted_s or 0.0)
+
+
 def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
     """Return throughput, and latencies from admission to end."""
-    spent = [
-        (c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) for c in done if not c.error
-    ]
-    num_tokens = sum(len(sample.token_ids) for c in done for sample in c.samples)
+    spent = [_latency_s(each) for each in done if not each.error]
     return {
         "answers_per_s": len(spent) / wall_s,
-        "tokens_per_s": num_tokens / wall_s,
+        "tokens_per_s": sum(len(s.token_ids) for each in done for s in each.samples) / wall_s,
         "p99_s": float(np.quantile(spent, LEVEL)),
         "latencies_s": sorted(spent),
     }
@@ -76,14 +79,9 @@ def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
 
 def missed_of(done: Sequence[Completion], bound_s: float, longest: int) -> dict[str, float]:
     """Return the share of answers longer than `longest`, and the late share of the rest."""
-    longer = [len(c.token_ids) > longest for c in done]
-    others = [
-        (c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) > bound_s
-        for c in done
-        if len(c.token_ids) <= longest
-    ]
+    others = [_latency_s(each) > bound_s for each in done if len(each.token_ids) <= longest]
     return {
-        "longer_share": sum(longer) / len(longer),
+        "longer_share": 1 - len(others) / len(done),
         "missed_share": sum(others) / max(1, len(others)),
     }
 
@@ -104,11 +102,8 @@ def best_under(
     for each in runs:
         if each["policy"] == policy:
             by_batch.setdefault(each["batch"], []).append(each)
-    kept = [
-        {"batch": batch, **_medians(own)}
-        for batch, own in by_batch.items()
-        if _medians(own)["p99_s"] <= bound_s
-    ]
+    tried = [{"batch": batch, **_medians(own)} for batch, own in by_batch.items()]
+    kept = [each for each in tried if each["p99_s"] <= bound_s]
     return max(kept, key=lambda each: each["answers_per_s"], default=None)
 
 
@@ -123,7 +118,6 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 @final
-@dataclass
 class _Session:
     """Whole rounds of runs: each has every policy, batch size and plan once.
 
@@ -135,67 +129,68 @@ class _Session:
       num_rounds: completed rounds.
     """
 
-    options: argparse.Namespace
-    tasks: tuple[str, ...]
-    batches: tuple[int, ...]
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    num_rounds: int = 0
-    _open: dict[tuple[str, int], Runtime] = field(default_factory=dict)
-    _times: dict[int, StepTimes] = field(default_factory=dict)  # of a task, by slots
-    _began_s: float = field(default_factory=time.perf_counter)
+    def __init__(self, options: argparse.Namespace, runtimes: Runtimes):
+        self.tasks, self.num_rounds = options.tasks.split(","), 0
+        self.runs: list[dict[str, Any]] = []
+        self._options, self._runtimes = options, runtimes
+        self._batches = whole_numbers(options.batches, "--batches")
+        self._policies = [STATIC, *options.policies.split(",")]
+        self._opened: dict[tuple[str, int], Runtime] = {}
+        self._times: dict[int, StepTimes] = {}  # of a task, by slots
+        self._began_s = time.perf_counter()
 
     def has_time(self) -> bool:
         """Return whether a round of the mean duration so far ends within the budget."""
-        budget_s = self.options.budget_s
+        budget_s = self._options.budget_s
         if budget_s is None or not self.num_rounds:
             return True
         spent_s = time.perf_counter() - self._began_s
         return spent_s * (1 + 1 / self.num_rounds) <= budget_s
 
-    def play_round(self, runtimes: Runtimes) -> None:
+    def play_round(self) -> None:
         """Play task by task: static batches, plans, other policies; every second round in reverse.
 
         So what is compared runs within minutes, and with step times of these minutes.
         """
-        policies = [STATIC, PLANNED, *self.options.policies.split(",")]
-        if self.num_rounds % 2:
-            policies.reverse()
+        policies = [STATIC, PLANNED, *self._policies[1:]]
         for task in self.tasks:
             self._times.clear()
-            for policy in policies:
+            for policy in reversed(policies) if self.num_rounds % 2 else policies:
                 if policy == PLANNED:
-                    self._play_plans(runtimes, task)
+                    self._play_plans(task)
                     continue
-                for batch in self.batches:
+                for batch in self._batches:
                     preset = get_policy(policy)
-                    rt = self._runtime(runtimes, preset, batch)
-                    self._play(rt, preset, self._asked(rt, task), self._named(task, policy, batch))
+                    rt = self._runtime(preset, batch)
+                    asked = self._items(rt, task, self._options.seed)
+                    self._play(rt, preset, asked, self._named(task, policy, batch))
         self.num_rounds += 1
 
-    def _runtime(self, runtimes: Runtimes, preset: Policy, batch: int) -> Runtime:
+    def _runtime(self, preset: Policy, batch: int) -> Runtime:
         known = preset.name, batch
-        if known not in self._open:
-            self._open[known] = runtimes.open(preset, max_slots=batch)
-        return self._open[known]
+        if known not in self._opened:
+            self._opened[known] = self._runtimes.open(preset, max_slots=batch)
+        return self._opened[known]
 
     def _named(self, task: str, policy: str, batch: int) -> dict[str, Any]:
         return {"task": task, "policy": policy, "batch": batch, "number": self.num_rounds}
 
-    def _play_plans(self, runtimes: Runtimes, task: str) -> None:
-        batch, preset = max(self.batches), replace(get_policy("vllm_like"), name=PLANNED)
-        rt = self._runtime(runtimes, preset, batch)
+    def _play_plans(self, task: str) -> None:
+        batch, preset = max(self._batches), replace(get_policy("vllm_like"), name=PLANNED)
+        rt, seed = self._runtime(preset, batch), self._options.seed
         self._times[batch] = rt.measure_step_times()
-        asked, known = self._asked(rt, task), self._known(rt, task)
+        asked = self._items(rt, task, seed)
+        # A plan knows the lengths of other requests of the task.
+        others = self._items(rt, task, seed + 1, self._options.known)
+        known = [(len(each.prompt_token_ids), each.num_output_tokens or 1) for each in others]
         for bound_s in self.bounds(task):
-            named = self._named(task, PLANNED, batch)
-            named |= {"bound_s": None if math.isinf(bound_s) else bound_s}
+            named = {**self._named(task, PLANNED, batch), "bound_s": or_none(bound_s)}
             try:
                 plan = rt.plan(bound_s, lengths=known)
             except InfeasibleBoundError as error:
                 lowest_s = error.lowest["latency_s"]
                 self.runs.append(named | {"failed": str(error), "lowest_s": lowest_s})
                 continue
-            adopted = replace(preset, iteration=plan.iteration())
             named |= {
                 "family": plan.family,
                 "max_running": plan.schedule.max_running,
@@ -205,7 +200,7 @@ class _Session:
                 "planned_per_s": plan.answers_per_s,
                 "planned_latency_s": plan.latency_s,
             }
-            longest = plan.max_answer_tokens
+            adopted, longest = replace(preset, iteration=plan.iteration()), plan.max_answer_tokens
             self._play(rt, adopted, asked, named, bound_s=bound_s, longest=longest)
 
     def bounds(self, task: str) -> list[float]:
@@ -219,30 +214,23 @@ class _Session:
     def summary(self, task: str) -> list[dict[str, Any]]:
         runs = [each for each in self.runs if each["task"] == task]
         own = [each for each in runs if "failed" not in each]
-        policies = (STATIC, *self.options.policies.split(","))
         points = []
         for bound_s in self.bounds(task):
-            shown_s = None if math.isinf(bound_s) else bound_s
+            shown_s = or_none(bound_s)
             tried = [r for r in runs if r["policy"] == PLANNED and r["bound_s"] == shown_s]
             planned = [run for run in tried if "failed" not in run]
-            point: dict[str, Any] = {
-                "bound_s": shown_s,
-                "best": {policy: best_under(own, policy, bound_s) for policy in policies},
-                PLANNED: None,
-            }
+            plan = None
             if 2 * len(planned) > len(tried):
-                point[PLANNED] = _medians(planned) | {
+                medians = ("within", "longer_share", "missed_share")
+                firsts = ("family", "max_running", "encode_batch", "num_decodes")
+                plan = {
+                    **_medians(planned),
                     "num_failed": len(tried) - len(planned),
-                    **{
-                        name: statistics.median(run[name] for run in planned)
-                        for name in ("within", "longer_share", "missed_share")
-                    },
-                    "family": planned[0]["family"],
-                    "max_running": planned[0]["max_running"],
-                    "encode_batch": planned[0]["encode_batch"],
-                    "num_decodes": planned[0]["num_decodes"],
+                    **{name: statistics.median(run[name] for run in planned) for name in medians},
+                    **{name: planned[0][name] for name in firsts},
                 }
-            points.append(point)
+            best = {policy: best_under(own, policy, bound_s) for policy in self._policies}
+            points.append({"bound_s": shown_s, "best": best, PLANNED: plan})
         return points
 
     def simulated(self) -> dict[str, Any]:
@@ -251,16 +239,11 @@ class _Session:
             for each in self.runs
             if "error" in each
         ]
-        return {
-            "configurations": errors,
-            **{
-                name: {
-                    "median": statistics.median(abs(each[name]) for each in errors),
-                    "most": max(abs(each[name]) for each in errors),
-                }
-                for name in (("answers_per_s", "p99_s") if errors else ())
-            },
-        }
+        figures = {}
+        for name in _PREDICTED if errors else ():
+            sizes = [abs(each[name]) for each in errors]
+            figures[name] = {"median": statistics.median(sizes), "most": max(sizes)}
+        return {"configurations": errors, **figures}
 
     def _play(
         self,
@@ -287,14 +270,16 @@ class _Session:
         run["within"] = sum(spent <= bound_s for spent in latencies_s) / len(latencies_s)
         if longest is not None:
             run |= missed_of(done, bound_s, longest)
-        if self.options.simulate and not named["number"]:
-            times = self._times_of(rt)
+        if self._options.simulate and not named["number"]:
+            slots = rt.config.max_slots
+            if slots not in self._times:
+                self._times[slots] = rt.measure_step_times(rounds=1)
+            times = self._times[slots]
             played = simulate(
                 asked, policy, rt.config, times, chunk_cost=times.chunk_cost(), progress=False
             )
             predicted = figures_of(played.completions, played.wall_s)
-            names = ("answers_per_s", "p99_s")
-            run["error"] = {name: predicted[name] / measured[name] - 1 for name in names}
+            run["error"] = {name: predicted[name] / measured[name] - 1 for name in _PREDICTED}
         self.runs.append(run)
         print(
             f"{time.perf_counter() - self._began_s:6.0f} s  {label}: "
@@ -302,26 +287,15 @@ class _Session:
             file=sys.stderr,
         )
 
-    def _times_of(self, rt: Runtime) -> StepTimes:
-        slots = rt.config.max_slots
-        if slots not in self._times:
-            self._times[slots] = rt.measure_step_times(rounds=1)
-        return self._times[slots]
-
-    def _asked(self, rt: Runtime, task: str) -> list[WorkloadItem]:
-        """Return the requests of a task, whose lengths are forced and hidden."""
-        return items(self._options_for(task, self.options.seed), rt)
-
-    def _known(self, rt: Runtime, task: str) -> list[tuple[int, int]]:
-        """Return lengths of other requests of a task, from which it is planned."""
-        options = self._options_for(task, self.options.seed + 1)
-        options.num_requests = self.options.known
-        others = items(options, rt)
-        return [(len(each.prompt_token_ids), each.num_output_tokens or 1) for each in others]
-
-    def _options_for(self, task: str, seed: int) -> argparse.Namespace:
+    def _items(
+        self, rt: Runtime, task: str, seed: int, count: int | None = None
+    ) -> list[WorkloadItem]:
+        """Return requests of a task, whose lengths are forced and hidden."""
         workload = task if task == "sharegpt" else f"task:{task}"
-        return argparse.Namespace(**{**vars(self.options), "workload": workload, "seed": seed})
+        given = {**vars(self._options), "workload": workload, "seed": seed}
+        if count is not None:
+            given["num_requests"] = count
+        return workloads.items(argparse.Namespace(**given), rt)
 
 
 OPTIONS = (

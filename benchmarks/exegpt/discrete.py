@@ -9,15 +9,20 @@ from typing import Any, final
 
 import numpy as np
 
-from benchmarks.exegpt.baselines import IterationLevel, Served
-from benchmarks.exegpt.step_cost import LayerStepCost, MixedStepCost, pipeline_of
+from benchmarks.exegpt.baselines import Served, whole_layout
+from benchmarks.exegpt.step_cost import (
+    LayerStepCost,
+    MixedStepCost,
+    encode_pass,
+    memory_bytes,
+    pipeline_of,
+)
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.planning import GroupCosts, simulate
 from jaxserve.planning.schedules import (
     AllocationPolicy,
     Deployment,
-    LayerPhase,
     LengthDistribution,
     Schedule,
     TaskLengths,
@@ -67,6 +72,12 @@ class Played:
         return float(self.latency_s[near].mean()) if near.any() else float("nan")
 
 
+def policy_of(iteration: IterationShape, *, reserves_longest: bool = False) -> ServingPolicy:
+    """Return a policy without retention, in the order of arrival."""
+    admission = MaxLength() if reserves_longest else OnDemand()
+    return ServingPolicy("played", admission, FCFS(), iteration, Stateless())
+
+
 def play(
     deployment: Deployment, lengths: TaskLengths, schedule: Schedule, *, per_s: float, seed: int
 ) -> Played:
@@ -80,12 +91,23 @@ def play(
       per_s: the expected throughput; a quarter more requests arrive.
     """
     if schedule.layout.policy is AllocationPolicy.CONTINUOUS:
-        return _play_continuous(deployment, lengths, schedule, per_s=per_s, seed=seed)
+        pipeline = pipeline_of(deployment, schedule.layout)
+        return played_policy(
+            policy_of(iteration_of(schedule)),
+            MixedStepCost(deployment, pipeline),
+            deployment,
+            lengths,
+            num_slots=schedule.max_running,
+            num_filling=2 * schedule.max_running,
+            per_s=per_s,
+            seed=seed,
+            num_pages=_num_pages(deployment, pipeline),
+            max_decode_iterations=1,
+            num_extra=0,
+        )
     cost, num_pages, drain_s, before_s = _cost(deployment, lengths, schedule)
     return played_policy(
-        ServingPolicy(
-            "played", OnDemand(), FCFS(), _shape(schedule, per_s * before_s), Stateless()
-        ),
+        policy_of(_shape(schedule, per_s * before_s)),
         cost,
         deployment,
         lengths,
@@ -96,26 +118,6 @@ def play(
         num_pages=num_pages,
         max_step_tokens=(schedule.encode_batch + 2) * 2 * lengths.inputs.max_length,
         drain_s=drain_s,
-    )
-
-
-def _play_continuous(
-    deployment: Deployment, lengths: TaskLengths, schedule: Schedule, *, per_s: float, seed: int
-) -> Played:
-    """Play continuous batching, which is scheduled at every iteration."""
-    pipeline = pipeline_of(deployment, schedule.layout)
-    return played_policy(
-        ServingPolicy("played", OnDemand(), FCFS(), iteration_of(schedule), Stateless()),
-        MixedStepCost(deployment, pipeline),
-        deployment,
-        lengths,
-        num_slots=schedule.max_running,
-        num_filling=2 * schedule.max_running,
-        per_s=per_s,
-        seed=seed,
-        num_pages=_num_pages(deployment, pipeline, holds_encoder=True),
-        max_decode_iterations=1,
-        num_extra=0,
     )
 
 
@@ -149,9 +151,7 @@ def played_policy(
         num_extra = 0 if deployment.model.is_decoder_only else 1
     num_counted = int(np.clip(2 * num_filling, _LEAST, _MOST))
     num = num_counted + 2 * num_filling
-    items = sampled(
-        lengths, num, seed=seed, num_extra=num_extra, num_at_once=2 * num_filling, per_s=per_s
-    )
+    items = _sampled(lengths, num, seed, num_extra, num_at_once=2 * num_filling, per_s=per_s)
     longest = lengths.inputs.max_length + lengths.outputs.max_length + num_extra
     most_pages = num_slots * (longest // _PAGE_TOKENS + 2)
     simulation = simulate(
@@ -181,14 +181,8 @@ def played_policy(
     )
 
 
-def sampled(
-    lengths: TaskLengths,
-    num: int,
-    *,
-    seed: int,
-    num_extra: int = 0,
-    num_at_once: int,
-    per_s: float,
+def _sampled(
+    lengths: TaskLengths, num: int, seed: int, num_extra: int, *, num_at_once: int, per_s: float
 ) -> list[WorkloadItem]:
     """Return requests of independently drawn lengths of at least one token.
 
@@ -221,18 +215,16 @@ def _shape(schedule: Schedule, num_before: float) -> IterationShape:
 
     `num_before` sequences are encoded or handed over by WAA at a time.
     """
+    batch, tokens = schedule.encode_batch, schedule.encode_tokens
     if schedule.layout.policy is AllocationPolicy.RRA:
         return RRA(
-            encode_batch=schedule.encode_batch,
+            encode_batch=batch,
             decode_iterations=schedule.num_decodes,
-            encode_tokens=schedule.encode_tokens,
+            encode_tokens=tokens,
             decode_batch=schedule.decode_batch,
         )
-    return WAA(
-        encode_batch=schedule.encode_batch,
-        encode_tokens=schedule.encode_tokens,
-        decode_batch=schedule.decode_batch + num_before,
-    )
+    decode_batch = schedule.decode_batch + num_before
+    return WAA(encode_batch=batch, encode_tokens=tokens, decode_batch=decode_batch)
 
 
 def _cost(
@@ -243,14 +235,12 @@ def _cost(
     The seconds are those added to each answer, and those before its handover ends: two encode
     batches are in flight.
     """
-    model = deployment.model
     if schedule.layout.policy is AllocationPolicy.RRA:
         cost = LayerStepCost.of_layout(deployment, schedule.layout)
-        return cost, _num_pages(deployment, cost.pipeline, holds_encoder=True), 0.0, 0.0
+        return cost, _num_pages(deployment, cost.pipeline), 0.0, 0.0
     encode, decode = groups_of(deployment, schedule)
-    num_turns = schedule.num_micro_batches * -(
-        -int(decode.num_stages[0]) // schedule.num_micro_batches
-    )
+    num_micro = schedule.num_micro_batches
+    num_turns = num_micro * -(-int(decode.num_stages[0]) // num_micro)
     num_links = min(int(encode.num_devices[0]), int(decode.num_devices[0]))
     # Pages are copied at the speed at which the estimates hand tokens over.
     page_s = float(deployment.cost.handover_s(float(_PAGE_TOKENS), num_links))
@@ -258,23 +248,13 @@ def _cost(
         ENCODE: LayerStepCost(deployment, encode, decodes=False),
         DECODE: LayerStepCost(deployment, decode, num_turns=num_turns, encodes=False),
     }
-    slowest_s, through_s = encode.pass_s(
-        deployment.cost,
-        LayerPhase.ENCODE,
-        model.num_encode_layers,
-        batch=np.array([schedule.encode_batch]),
-        length=np.sqrt(lengths.inputs.mean_square),
-        num_tokens=np.array([schedule.encode_tokens]),
-        num_head_tokens=(np.array([schedule.encode_batch]) if model.is_decoder_only else None),
-    )
-    cost = GroupCosts(
-        tuple(groups[number] for number in sorted(groups)),
-        page_bytes=1.0,
-        link_bytes_per_s=1.0 / page_s,
-    )
+    batch, tokens = np.array([schedule.encode_batch]), np.array([schedule.encode_tokens])
+    length = np.sqrt(lengths.inputs.mean_square)
+    slowest_s, through_s = encode_pass(deployment, encode, batch, length, tokens, joins=False)
+    both = tuple(groups[number] for number in sorted(groups))
+    cost = GroupCosts(both, page_bytes=1.0, link_bytes_per_s=1.0 / page_s)
+    before_s = 2 * float(slowest_s[0]) + page_s * schedule.encode_tokens / _PAGE_TOKENS
     num_pages = _num_pages(deployment, decode, holds_encoder=False)
-    handover_s = page_s * schedule.encode_tokens / _PAGE_TOKENS
-    before_s = 2 * float(slowest_s[0]) + handover_s
     return cost, num_pages, float(through_s[0] - slowest_s[0]), before_s
 
 
@@ -299,66 +279,49 @@ def groups_of(deployment: Deployment, schedule: Schedule) -> tuple[Pipeline, Pip
     )
 
 
-def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: bool) -> int:
-    model = deployment.model
-    has_encoder = holds_encoder and not model.is_decoder_only
-
-    def bytes_of(kv_tokens: float) -> float:
-        return float(
-            pipeline.memory_bytes(
-                model,
-                num_encode_layers=model.num_encode_layers if has_encoder else 0,
-                num_decode_layers=model.num_decode_layers,
-                kv_tokens=kv_tokens,
-            )[0]
-        )
-
-    weights = bytes_of(0.0)
-    token_bytes = bytes_of(1.0) - weights
-    free = deployment.cluster.memory_bytes - weights
-    return max(2, int(free / (token_bytes * _PAGE_TOKENS)))
-
-
-def play_baseline(
-    name: str, served: Served, index: int, deployment: Deployment, lengths: TaskLengths, seed: int
-) -> Played:
-    """Play a configuration of `orca` or `vllm` with sampled lengths."""
-    is_orca = name == "orca"
-    chunk = 0 if is_orca else int(np.broadcast_to(served.tokens, served.batch.shape)[index])
-    admission = MaxLength() if is_orca else OnDemand()
-    batch = int(served.batch[index])
-    layout = IterationLevel(deployment, lengths).layout
-    return played_policy(
-        ServingPolicy(name, admission, FCFS(), Unified(chunk_tokens=chunk), Stateless()),
-        MixedStepCost(deployment, pipeline_of(deployment, layout)),
-        deployment,
-        lengths,
-        num_slots=batch,
-        num_filling=2 * batch,
-        per_s=float(served.throughput[index]),
-        seed=seed,
-        max_decode_iterations=1,
+def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: bool = True) -> int:
+    weights, one = (
+        float(memory_bytes(deployment, pipeline, tokens, holds_encoder=holds_encoder)[0])
+        for tokens in (0.0, 1.0)
     )
+    free = deployment.cluster.memory_bytes - weights
+    return max(2, int(free / ((one - weights) * _PAGE_TOKENS)))
 
 
 def compared(
     name: str, served: Served, bound_s: float, deployment: Deployment, lengths: TaskLengths
 ) -> dict[str, Any] | None:
-    """Return the estimate of the best configuration under a bound, and its figures when played.
+    """Return the estimate of `orca`'s or `vllm`'s best under a bound, and its figures when played.
 
     Without a bound, batches are too large to play in seconds, and None is returned.
     """
     index = served.best_at(bound_s)
     if index is None or math.isinf(bound_s):
         return None
-    played = play_baseline(name, served, index, deployment, lengths, seed=0)
-    p99_s = played.of_length(lengths.outputs.percentile(lengths.level))
+    is_orca, batch = name == "orca", int(served.batch[index])
+    chunk = 0 if is_orca else int(np.broadcast_to(served.tokens, served.batch.shape)[index])
+    played = played_policy(
+        policy_of(Unified(chunk_tokens=chunk), reserves_longest=is_orca),
+        MixedStepCost(deployment, pipeline_of(deployment, whole_layout(deployment))),
+        deployment,
+        lengths,
+        num_slots=batch,
+        num_filling=2 * batch,
+        per_s=float(served.throughput[index]),
+        seed=0,
+        max_decode_iterations=1,
+    )
     return {
-        "batch": int(served.batch[index]),
+        "batch": batch,
         "estimated_per_s": float(served.throughput[index]),
         "per_s": played.throughput,
         "estimated_latency_s": float(served.latency_s[index]),
-        "p99_length_s": None if math.isnan(p99_s) else p99_s,
+        "p99_length_s": or_none(played.of_length(lengths.outputs.percentile(lengths.level))),
         "within": played.within(bound_s),
         "num_preemptions": played.num_preemptions,
     }
+
+
+def or_none(number: float) -> float | None:
+    """Return a number that JSON has, and None for others."""
+    return number if math.isfinite(number) else None

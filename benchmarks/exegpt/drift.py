@@ -6,7 +6,7 @@ adapts it, and one that was planned for the new lengths from the start. The pape
 WAA; a running engine can change RRA's schedule, so here it is RRA's.
 
 The real scheduler runs on simulated steps, whose costs are rooflines. All answers wait from the
-start. A table on stderr, one JSON object on stdout.
+start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -23,15 +22,14 @@ from tqdm import tqdm
 
 from benchmarks.common.harness import Benchmark, numbers, option, some_of
 from benchmarks.exegpt.baselines import StaticBatches
+from benchmarks.exegpt.discrete import or_none, policy_of
 from benchmarks.exegpt.estimated import SCENARIO, skewed
-from benchmarks.exegpt.scenarios import Scenario
 from benchmarks.exegpt.step_cost import LayerStepCost
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     AllocationPolicy,
-    Deployment,
     LatencyBounds,
     LengthDistribution,
     ParallelLayout,
@@ -41,16 +39,13 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.scheduling.admission import OnDemand
-from jaxserve.scheduling.order import FCFS
-from jaxserve.scheduling.policy import Policy as ServingPolicy
-from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, Lengths
 
 STATISTICS = ("mean", "std", "skewness")
 FACTORS = (0.7, 0.85, 1.15, 1.3)
 SKEWNESSES = (-0.4, -0.2, 0.2, 0.4)
+BOUNDS = ("10", "30", "70", "none")  # of `StaticBatches.bounds`
 # Shares by which phases may last longer than their mean, as for plans from measured step times.
 _MARGIN = 0.1
 _PAGE_TOKENS = 32
@@ -72,66 +67,94 @@ class Drift:
 
     def probabilities(self, before: Lengths) -> np.ndarray:
         """Return the probabilities of the lengths 1, 2, 3, ..., at most `before.most`."""
-        if self.name == "mean":
-            return replace(before, mean=before.mean * self.value).probabilities()
-        if self.name == "std":
-            return replace(before, std=before.std * self.value).probabilities()
-        return skewed(before, self.value).probabilities[1:]
+        if self.name == "skewness":
+            return skewed(before, self.value).probabilities[1:]
+        changed = {self.name: self.value * getattr(before, self.name)}
+        return replace(before, **changed).probabilities()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.bound not in BOUNDS:
+        raise InvalidConfigError(
+            f"--bound {options.bound} is unknown; pass one of {', '.join(BOUNDS)}"
+        )
+    if min(options.before, options.after) < 1:
+        raise InvalidConfigError(
+            f"--before {options.before} --after {options.after} is not allowed; pass at least 1 "
+            "each"
+        )
+    factors = numbers(options.factors, "--factors")
+    drifts = [
+        Drift(name, value)
+        for name in some_of(options.only, "--only", STATISTICS)
+        for value in (SKEWNESSES if name == "skewness" else factors)
+    ]
+    static = StaticBatches.of(SCENARIO.deployment(), SCENARIO.lengths())
+    bound_s = static.bounds()[BOUNDS.index(options.bound)]
+    engines = _Engines(options, LatencyBounds(latency_s=bound_s))
+    bar = tqdm(drifts, desc="drift", leave=False, delay=2)
+    return {"bound_s": or_none(bound_s), "drifts": [engines.measure(each) for each in bar]}
 
 
 @final
-@dataclass(frozen=True)
-class Setting:
-    """One engine of a scenario, its bound, and the number of answers that it serves.
-
-    Attributes:
-      layout: that of the schedule without drift, which a running engine keeps.
-      num_before, num_after: answers before the drift, and from the drift on.
-    """
-
-    deployment: Deployment
-    layout: ParallelLayout
-    bounds: LatencyBounds
-    num_before: int
-    num_after: int
-
-    @classmethod
-    def of(cls, scenario: Scenario, bound: str, num_before: int, num_after: int) -> Setting:
-        """Return the setting of a scenario under a bound of `StaticBatches.bounds`."""
-        names = ("10", "30", "70", "none")
-        if bound not in names:
-            raise InvalidConfigError(f"--bound {bound} is unknown; pass one of {', '.join(names)}")
-        if min(num_before, num_after) < 1:
-            raise InvalidConfigError(
-                f"--before {num_before} --after {num_after} is not allowed; pass at least 1 each"
-            )
-        static = StaticBatches.of(scenario.deployment(), scenario.lengths())
+class _Engines:
+    def __init__(self, options: argparse.Namespace, bounds: LatencyBounds):
+        self._options, self._bounds = options, bounds
         deployment = replace(
-            scenario.deployment(),
+            SCENARIO.deployment(),
             encode_margin=_MARGIN,
             decode_margin=_MARGIN,
             max_sequences=_NUM_SLOTS,
         )
-        bounds = LatencyBounds(latency_s=static.bounds()[names.index(bound)])
-        layouts = [ParallelLayout(policy=AllocationPolicy.RRA)]
-        layouts += [
+        layouts = tuple(
             ParallelLayout(
-                policy=AllocationPolicy.RRA, degree=degree, num_sharded_devices=scenario.num_devices
+                policy=AllocationPolicy.RRA,
+                degree=degree,
+                num_sharded_devices=SCENARIO.num_devices if degree > 1 else 0,
             )
             for degree in deployment.cluster.degrees
-            if degree > 1
+        )
+        every = RRAPlanner(deploy=lambda _: deployment, layouts=layouts)
+        self._planned = SCENARIO.lengths()
+        # A running engine keeps the layout of the schedule without drift.
+        layout = self._plan(every).schedule.layout
+        self._planner = RRAPlanner(deploy=lambda _: deployment, layouts=(layout,))
+        self._cost = LayerStepCost.of_layout(deployment, layout)
+
+    def _plan(self, planner: RRAPlanner) -> SchedulePlan:
+        return planner.plan(self._planned, self._bounds, num_lengths=self._options.before)
+
+    def measure(self, drift: Drift) -> dict[str, Any]:
+        """Return the figures of the three engines when the lengths drift; see the module."""
+        task, rng = TASKS[SCENARIO.task], np.random.default_rng(self._options.seed)
+        num_before, num_after = self._options.before, self._options.after
+        inputs, outputs = task.inputs.probabilities(), task.outputs.probabilities()
+        changed = drift.probabilities(task.outputs)
+        answers = [*_drawn(outputs, num_before, rng), *_drawn(changed, num_after, rng)]
+        lengths = list(zip(_drawn(inputs, len(answers), rng), answers, strict=True))
+        plan = self._plan(self._planner)
+        earlier = (_drawn(each, 2 * num_before, rng) for each in (inputs, outputs))
+        known = [
+            AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
+            for prompt, output in zip(*earlier, strict=True)
         ]
-        planner = RRAPlanner(deploy=lambda _: deployment, layouts=tuple(layouts))
-        plan = planner.plan(scenario.lengths(), bounds, num_lengths=num_before)
-        return cls(deployment, plan.schedule.layout, bounds, num_before, num_after)
+        pilot = AdaptingPilot(Adaptation(self._planner, self._bounds, plan=plan, answers=known))
+        outputs = LengthDistribution(np.concatenate([[0.0], changed]))
+        new = TaskLengths(self._planned.inputs, outputs)
+        best = self._planner.nearest(new, self._bounds, num_lengths=num_after)
+        adapted = self._serve(lengths, plan, pilot)
+        return {
+            "changed": drift.name,
+            "to": drift.value,
+            "left_alone": _schedule(plan) | self._serve(lengths, plan),
+            "adapted": adapted
+            | {"adopted": [_schedule(each) | {"at_s": at_s} for at_s, each in pilot.adopted]},
+            "planned_anew": _schedule(best) | self._serve(lengths, best),
+        }
 
-    @property
-    def planner(self) -> RRAPlanner:
-        return RRAPlanner(deploy=lambda _: self.deployment, layouts=(self.layout,))
-
-    def serve(
+    def _serve(
         self,
-        lengths: Sequence[tuple[int, int]],
+        lengths: list[tuple[int, int]],
         plan: SchedulePlan,
         pilot: AdaptingPilot | None = None,
     ) -> dict[str, Any]:
@@ -140,13 +163,13 @@ class Setting:
         Answers count from the drift on, and again from the second half on ("settled"), except for
         the last ones, during which no new answers are admitted.
         """
-        longest = max(map(sum, lengths))
+        longest, num_after = max(map(sum, lengths)), self._options.after
         simulation = simulate(
             [
                 WorkloadItem(prompt_token_ids=(1,) * prompt, num_output_tokens=output)
                 for prompt, output in lengths
             ],
-            ServingPolicy("rra", OnDemand(), FCFS(), plan.iteration(), Stateless()),
+            policy_of(plan.iteration()),
             EngineConfig(
                 page_size=_PAGE_TOKENS,
                 num_pages=_NUM_SLOTS * (longest // _PAGE_TOKENS + 2),
@@ -155,82 +178,26 @@ class Setting:
                 max_step_tokens=64 * longest,
                 max_decode_iterations=64,
             ),
-            LayerStepCost.of_layout(self.deployment, self.layout),
+            self._cost,
             pilot=pilot,
             progress=False,
         )
         timings = [completion.timing for completion in simulation.completions]
         admitted = np.array([timing.admitted_s or 0.0 for timing in timings])
-        ended = np.array([timing.finished_s or 0.0 for timing in timings])
-        spent = ended - admitted
-        first = len(lengths) - self.num_after
-        last = len(lengths) - max(1, self.num_after // 8)
-        parts = {"from_drift": first, "settled": first + self.num_after // 2}
+        spent = np.array([timing.finished_s or 0.0 for timing in timings]) - admitted
+        first, last = len(lengths) - num_after, len(lengths) - max(1, num_after // 8)
         return {
             name: {
                 "answers_per_s": (last - begin) / float(admitted[last] - admitted[begin]),
-                "share_in_bound": float(np.mean(spent[begin:last] <= self.bounds.latency_s)),
+                "share_in_bound": float(np.mean(spent[begin:last] <= self._bounds.latency_s)),
                 "p99_s": float(np.percentile(spent[begin:last], 99)),
             }
-            for name, begin in parts.items()
+            for name, begin in (("from_drift", first), ("settled", first + num_after // 2))
         }
-
-
-def measure(setting: Setting, drift: Drift, *, seed: int) -> dict[str, Any]:
-    """Return the figures of the three engines when the lengths drift; see the module."""
-    task, rng = TASKS[SCENARIO.task], np.random.default_rng(seed)
-    before = _drawn(task.outputs.probabilities(), setting.num_before, rng)
-    changed = drift.probabilities(task.outputs)
-    after = _drawn(changed, setting.num_after, rng)
-    num = setting.num_before + setting.num_after
-    prompts = _drawn(task.inputs.probabilities(), num, rng)
-    lengths = list(zip(prompts, [*before, *after], strict=True))
-    planner, planned = setting.planner, TaskLengths.of_task(task)
-    plan = planner.plan(planned, setting.bounds, num_lengths=setting.num_before)
-    known = [
-        AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
-        for prompt, output in _pairs(task, 2 * setting.num_before, rng)
-    ]
-    pilot = AdaptingPilot(Adaptation(planner, setting.bounds, plan=plan, answers=known))
-    new = TaskLengths(planned.inputs, LengthDistribution(np.concatenate([[0.0], changed])))
-    best = planner.nearest(new, setting.bounds, num_lengths=setting.num_after)
-    return {
-        "changed": drift.name,
-        "to": drift.value,
-        "left_alone": _schedule(plan) | setting.serve(lengths, plan),
-        "adapted": setting.serve(lengths, plan, pilot)
-        | {
-            "adopted": [_schedule(each) | {"at_s": at_s} for at_s, each in pilot.adopted],
-        },
-        "planned_anew": _schedule(best) | setting.serve(lengths, best),
-    }
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    setting = Setting.of(SCENARIO, options.bound, options.before, options.after)
-    wanted = some_of(options.only, "--only", STATISTICS)
-    factors = numbers(options.factors, "--factors")
-    drifts = [
-        Drift(name, value)
-        for name in wanted
-        for value in (SKEWNESSES if name == "skewness" else factors)
-    ]
-    return {
-        "bound_s": None if math.isinf(setting.bounds.latency_s) else setting.bounds.latency_s,
-        "drifts": [
-            measure(setting, drift, seed=options.seed)
-            for drift in tqdm(drifts, desc="drift", leave=False, delay=2)
-        ],
-    }
 
 
 def _drawn(probabilities: np.ndarray, num: int, rng: np.random.Generator) -> list[int]:
     return rng.choice(np.arange(1, len(probabilities) + 1), num, p=probabilities).tolist()
-
-
-def _pairs(task: Any, num: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    prompts = _drawn(task.inputs.probabilities(), num, rng)
-    return list(zip(prompts, _drawn(task.outputs.probabilities(), num, rng), strict=True))
 
 
 def _schedule(plan: SchedulePlan) -> dict[str, Any]:

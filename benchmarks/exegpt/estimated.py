@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy.stats import lognorm, skewnorm
 
 from benchmarks.exegpt.baselines import StaticBatches
+from benchmarks.exegpt.discrete import or_none
 from benchmarks.exegpt.scenarios import PAPER_TABLE_5, Scenario
 from jaxserve.planning.schedules import (
     AllocationPolicy,
-    Deployment,
     Estimates,
     LatencyBounds,
     LengthDistribution,
@@ -24,7 +25,7 @@ from jaxserve.planning.schedules import (
     WAATimeline,
 )
 from jaxserve.planning.schedules.lengths import cautious_level
-from jaxserve.planning.schedules.search import FoundConfiguration, maximise, throughput_under
+from jaxserve.planning.schedules.search import Incumbent, maximise, throughput_under
 from jaxserve.workload.tasks import TASKS, Lengths
 
 # (mean, deviation, maximum) of inputs and outputs, in tokens: log-normal stand-ins. Articles and
@@ -41,12 +42,15 @@ _SEED = 0
 _MODELS = (("OPT-13B", "A40", 4), ("GPT3-39B", "A40", 16))
 
 
+def _best(timeline: Timeline, bound_s: float) -> Incumbent:
+    return maximise([timeline], throughput_under(LatencyBounds(latency_s=bound_s)))
+
+
 def long_tailed(mean: float, std: float, most: int) -> LengthDistribution:
     """Return a log-normal distribution with these moments, cut off to 1 ... `most`."""
     spread = math.log(1 + (std / mean) ** 2)
-    centre = math.log(mean) - spread / 2
-    tokens = np.arange(1, most + 1)
-    weights = np.exp(-((np.log(tokens) - centre) ** 2) / (2 * spread)) / tokens
+    median = mean * math.exp(-spread / 2)
+    weights = lognorm.pdf(np.arange(1, most + 1), math.sqrt(spread), scale=median)
     return LengthDistribution(np.concatenate([[0.0], weights]))
 
 
@@ -63,23 +67,15 @@ def figure_10() -> list[dict[str, Any]]:
         inputs, outputs = (long_tailed(*each) for each in moments)
         lengths = TaskLengths(inputs, outputs)
         rng = np.random.default_rng(_SEED)
-        samples = _sampled(inputs, rng), _sampled(outputs, rng)
-        known = TaskLengths(*samples, level=cautious_level(_NUM_PLANNED))
+        samples = [
+            rng.choice(each.max_length + 1, _NUM_PLANNED, p=each.probabilities).tolist()
+            for each in (inputs, outputs)
+        ]
+        inputs, outputs = map(LengthDistribution.of_samples, samples)
+        known = TaskLengths(inputs, outputs, level=cautious_level(_NUM_PLANNED))
         for model in _MODELS:
             rows += _long_tailed_rows(name, Scenario(*model, task=name), lengths, known)
     return rows
-
-
-def _sampled(lengths: LengthDistribution, rng: np.random.Generator) -> LengthDistribution:
-    drawn = rng.choice(lengths.max_length + 1, _NUM_PLANNED, p=lengths.probabilities)
-    return LengthDistribution.of_samples(drawn.tolist())
-
-
-def _relative_error(known: TaskLengths) -> float:
-    """Return the standard error of the mean tokens of a prompt and its answer, over that mean."""
-    parts = known.inputs, known.outputs
-    variance = sum(each.mean_square - each.mean**2 for each in parts)
-    return math.sqrt(variance / _NUM_PLANNED) / sum(each.mean for each in parts)
 
 
 def _long_tailed_rows(
@@ -87,31 +83,32 @@ def _long_tailed_rows(
 ) -> list[dict[str, Any]]:
     deployment = scenario.deployment()
     static = StaticBatches.of(deployment, lengths)
-    sure = replace(
-        deployment.cluster,
-        memory_share=deployment.cluster.memory_share * (1 - 2 * _relative_error(known)),
-    )
-    planned: dict[str, Timeline] = {
-        "rra": RRATimeline(replace(deployment, cluster=sure), known),
-        "waa": WAATimeline(replace(deployment, cluster=sure), known),
-    }
-    served: dict[str, Timeline] = {
-        "rra": RRATimeline(deployment, lengths),
-        "waa": WAATimeline(deployment, lengths, divided_by=known),
+    parts = known.inputs, known.outputs
+    # The standard error of the mean tokens of a prompt and its answer, over that mean.
+    variance = sum(each.mean_square - each.mean**2 for each in parts)
+    error = math.sqrt(variance / _NUM_PLANNED) / sum(each.mean for each in parts)
+    cluster = deployment.cluster
+    sure = replace(cluster, memory_share=cluster.memory_share * (1 - 2 * error))
+    cautious = replace(deployment, cluster=sure)
+    timelines: dict[str, tuple[Timeline, Timeline]] = {
+        "rra": (RRATimeline(cautious, known), RRATimeline(deployment, lengths)),
+        "waa": (
+            WAATimeline(cautious, known),
+            WAATimeline(deployment, lengths, divided_by=known),
+        ),
     }
     rows = []
     for bound_s in static.bounds()[1::2]:
         row: dict[str, Any] = {
             "data_set": name,
             "model": scenario.model,
-            "bound_s": None if math.isinf(bound_s) else bound_s,
+            "bound_s": or_none(bound_s),
             "static_per_s": static.served.best(bound_s),
         }
         kept = []
-        for policy, timeline in planned.items():
-            score = throughput_under(LatencyBounds(latency_s=bound_s))
-            found = maximise([timeline], score).found
-            figures = found and served[policy].estimate(found.point)
+        for policy, (planned, served) in timelines.items():
+            found = _best(planned, bound_s).found
+            figures = found and served.estimate(found.point)
             row[f"{policy}_per_s"] = figures and float(figures.throughput[0])
             row[f"{policy}_latency_s"] = figures and float(figures.latency_s[0])
             row[f"{policy}_fits"] = figures and bool(figures.fits[0])
@@ -126,9 +123,6 @@ SCENARIO = Scenario("OPT-13B", "A40", 4, "T")
 _FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
 _SKEWNESSES = (-0.4, -0.2, 0.0, 0.2, 0.4)
 
-# A timeline for lengths, with the devices divided by other lengths.
-_MakeTimeline = Callable[[TaskLengths, TaskLengths], Timeline]
-
 
 def skewed(lengths: Lengths, skewness: float) -> LengthDistribution:
     """Return a skew-normal distribution over 1 ... `most` with the same mean and deviation.
@@ -140,12 +134,10 @@ def skewed(lengths: Lengths, skewness: float) -> LengthDistribution:
     delta = math.sqrt(math.pi / 2 * power / (power + ((4 - math.pi) / 2) ** (2 / 3)))
     shape = math.copysign(delta / math.sqrt(1 - delta**2), skewness)
     tokens = np.arange(1, lengths.most + 1)
-    erf = np.vectorize(math.erf)
     centre, width = lengths.mean, lengths.std
     weights = np.ones(lengths.most)
     for _ in range(200):
-        z = (tokens - centre) / width
-        weights = np.exp(-(z**2) / 2) * (1 + erf(shape * z / math.sqrt(2)))
+        weights = skewnorm.pdf(tokens, shape, centre, width)
         weights /= weights.sum()
         mean = weights @ tokens
         std = math.sqrt(weights @ (tokens - mean) ** 2)
@@ -173,27 +165,28 @@ def figure_11() -> list[dict[str, Any]]:
     """
     deployment, lengths = SCENARIO.deployment(), SCENARIO.lengths()
     bounds = StaticBatches.of(deployment, lengths).bounds()[1:]
+    # A timeline for lengths, with the devices divided by other lengths.
+    timelines: dict[str, Callable[[TaskLengths, TaskLengths], Timeline]] = {
+        "waa": lambda lengths, by: WAATimeline(deployment, lengths, divided_by=by),
+        "rra": lambda lengths, by: RRATimeline(deployment, lengths),
+    }
     return [
         row
-        for policy, make in _timelines(deployment).items()
+        for policy, make in timelines.items()
         for row in _changed_rows(policy, make, lengths, bounds)
     ]
 
 
-def _timelines(deployment: Deployment) -> dict[str, _MakeTimeline]:
-    return {
-        "waa": lambda lengths, by: WAATimeline(deployment, lengths, divided_by=by),
-        "rra": lambda lengths, by: RRATimeline(deployment, lengths),
-    }
-
-
 def _changed_rows(
-    policy: str, make: _MakeTimeline, lengths: TaskLengths, bounds: list[float]
+    policy: str,
+    make: Callable[[TaskLengths, TaskLengths], Timeline],
+    lengths: TaskLengths,
+    bounds: Sequence[float],
 ) -> list[dict[str, Any]]:
     bound_s, found = next(
         (bound_s, found)
         for bound_s in bounds
-        if (found := _best(make(lengths, lengths), bound_s)) is not None
+        if (found := _best(make(lengths, lengths), bound_s).found) is not None
     )
     longest = lengths.outputs.percentile(lengths.level)
     rows = []
@@ -204,7 +197,7 @@ def _changed_rows(
             # A sequence of the length for which the schedule was planned (SLA-b).
             share = float(np.cumsum(outputs.probabilities)[: longest + 1][-1])
             same = make(replace(served, level=share), lengths).estimate(found.point)
-            anew = _best(make(served, served), bound_s)
+            anew = _best(make(served, served), bound_s).found
             rows.append(
                 {
                     "policy": policy,
@@ -222,14 +215,12 @@ def _changed_rows(
     return rows
 
 
-def _best(timeline: Timeline, bound_s: float) -> FoundConfiguration | None:
-    score = throughput_under(LatencyBounds(latency_s=bound_s))
-    return maximise([timeline], score).found
-
-
 _TOLERANCES = (0.02, 0.05, 0.10)
 # Values of a variable in the grid, at most.
 _MOST_VALUES = 96
+_POINTS_AT_A_TIME = 1 << 14
+# Variables of table 5, and their axes in the grid of layouts, batches and controls.
+_VARIABLES = {"rra": {"B_E": 1, "N_D": 2}, "waa": {"B_E": 1, "TP": 0, "B_m": 2}}
 
 
 def non_monotone_share(values: np.ndarray, counted: np.ndarray, tolerance: float) -> float:
@@ -252,101 +243,71 @@ def table_5() -> list[dict[str, Any]]:
         scenario = Scenario("GPT3-39B", "A40", 16, task)
         deployment, lengths = scenario.deployment(), scenario.lengths()
         bound_s = StaticBatches.of(deployment, lengths).bounds()[2]
-        timelines = {
-            "rra": RRATimeline(deployment, lengths),
-            "waa": WAATimeline(deployment, lengths),
-        }
-        for policy, timeline in timelines.items():
-            score = throughput_under(LatencyBounds(latency_s=bound_s))
-            achieved = maximise([timeline], score).score
-            for variable, lines in _lines(timeline, policy).items():
+        for policy, kind in (("rra", RRATimeline), ("waa", WAATimeline)):
+            timeline = kind(deployment, lengths)
+            scales = {"latency": bound_s, "throughput": _best(timeline, bound_s).score}
+            named, fits, layouts = _grid(timeline)
+            for variable, axis in _VARIABLES[policy].items():
+                lines = {
+                    figure: _lines(timeline, layouts, axis, values, fits)
+                    for figure, values in named.items()
+                }
                 for tolerance in _TOLERANCES:
-                    kinds = (("latency", bound_s), ("throughput", achieved))
                     found = {
-                        kind: 100 * non_monotone_share(*lines[kind], tolerance * scale)
-                        for kind, scale in kinds
+                        figure: 100 * non_monotone_share(*lines[figure], tolerance * scale)
+                        for figure, scale in scales.items()
                     }
-                    rows.append(
-                        {
-                            "task": task,
-                            "tolerance": tolerance,
-                            "policy": policy,
-                            "variable": variable,
-                            **found,
-                            "paper": PAPER_TABLE_5[task, tolerance, policy, variable],
-                        }
-                    )
+                    about = {"task": task, "tolerance": tolerance, "policy": policy}
+                    paper = PAPER_TABLE_5[task, tolerance, policy, variable]
+                    rows.append({**about, "variable": variable, **found, "paper": paper})
     return rows
 
 
-_Lines = dict[str, tuple[np.ndarray, np.ndarray]]
+def _grid(timeline: Timeline) -> tuple[Mapping[str, np.ndarray], np.ndarray, list[int]]:
+    """Return latency and throughput of evenly spaced configurations, and which of them fit.
 
-
-def _lines(timeline: Timeline, policy: str) -> dict[str, _Lines]:
-    """Return latency and throughput along every variable, with all values of the other ones."""
+    All are [layouts, batches, controls]; the layouts' positions are returned, too.
+    """
     layouts = [
         i
         for i, layout in enumerate(timeline.layouts)
         # WAA-C and WAA-M differ in the division of devices, which is not a variable of table 5.
         if layout.policy is not AllocationPolicy.WAA_M
     ]
-    batches = _spread(timeline.max_encode_batch)
-    controls = _spread(timeline.max_control)[::-1]
-    shape = len(layouts), len(batches), len(controls)
-    grid = np.meshgrid(np.array(layouts), batches, controls, indexing="ij")
-    figures = _estimated(timeline, Points(*(each.ravel() for each in grid)))
-    named = {"latency": figures.latency_s, "throughput": figures.throughput}
-    fits = figures.fits.reshape(shape)
-
-    def along(axis: int) -> _Lines:
-        return {
-            name: (_rows_of(values.reshape(shape), axis), _rows_of(fits, axis))
-            for name, values in named.items()
-        }
-
-    if policy == "rra":
-        return {"B_E": along(1), "N_D": along(2)}
-    return {"B_E": along(1), "TP": _along_layouts(timeline, layouts, named, fits), "B_m": along(2)}
-
-
-def _along_layouts(
-    timeline: Timeline, layouts: list[int], named: dict[str, np.ndarray], fits: np.ndarray
-) -> _Lines:
-    """Return lines of one degree each: from all devices sharded to the fewest."""
-    degrees = np.array([timeline.layouts[i].degree for i in layouts])
-    lines: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in named}
-    for degree in sorted(set(degrees.tolist()) - {1}):
-        # Layouts list the fewest sharded devices first.
-        chosen = np.flatnonzero(degrees == degree)[::-1]
-        for name, values in named.items():
-            part = values.reshape(fits.shape)[chosen]
-            lines[name].append((_rows_of(part, 0), _rows_of(fits[chosen], 0)))
-    return {name: _stacked(parts) for name, parts in lines.items()}
-
-
-def _stacked(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return lines of several lengths as one array; missing points do not count."""
-    longest = max(values.shape[1] for values, _ in parts)
-
-    def padded(lines: np.ndarray) -> np.ndarray:
-        return np.pad(lines, ((0, 0), (0, longest - lines.shape[1])))
-
-    return (
-        np.concatenate([padded(values) for values, _ in parts]),
-        np.concatenate([padded(fits) for _, fits in parts]),
+    batches, controls = (
+        np.unique(np.linspace(1, most, min(most, _MOST_VALUES)).astype(int))
+        for most in (timeline.max_encode_batch, timeline.max_control)
     )
+    grid = np.meshgrid(np.array(layouts), batches, controls[::-1], indexing="ij")
+    points, size = Points(*(each.ravel() for each in grid)), _POINTS_AT_A_TIME
+    parts: list[Estimates] = [
+        timeline.estimate(points[i : i + size]) for i in range(0, len(points), size)
+    ]
+    latency, throughput, fits = (
+        np.concatenate([getattr(part, name) for part in parts]).reshape(grid[0].shape)
+        for name in ("latency_s", "throughput", "fits")
+    )
+    return {"latency": latency, "throughput": throughput}, fits, layouts
 
 
-def _rows_of(values: np.ndarray, axis: int) -> np.ndarray:
-    return np.moveaxis(values, axis, -1).reshape(-1, values.shape[axis])
+def _lines(
+    timeline: Timeline, layouts: list[int], axis: int, values: np.ndarray, fits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a figure along an axis, and whether points fit, with all values of the other axes.
 
+    Lines over layouts are those of one degree each: from all devices sharded to the fewest.
+    Missing points of shorter lines do not count.
+    """
+    groups = [np.arange(len(layouts))]
+    if axis == 0:
+        degrees = np.array([timeline.layouts[i].degree for i in layouts])
+        # Layouts list the fewest sharded devices first.
+        groups = [np.flatnonzero(degrees == d)[::-1] for d in sorted({*degrees.tolist()} - {1})]
 
-def _spread(most: int) -> np.ndarray:
-    """Return whole numbers from 1 to `most`, all of them or evenly spaced ones."""
-    return np.unique(np.linspace(1, most, min(most, _MOST_VALUES)).astype(int))
+    def rows_of(grid: np.ndarray) -> np.ndarray:
+        lines = [np.moveaxis(grid[each], axis, -1) for each in groups]
+        longest = max(each.shape[-1] for each in lines)
+        flat = [each.reshape(-1, each.shape[-1]) for each in lines]
+        return np.concatenate([np.pad(x, ((0, 0), (0, longest - x.shape[1]))) for x in flat])
 
-
-def _estimated(timeline: Timeline, points: Points, *, at_a_time: int = 1 << 14) -> Estimates:
-    parts = [timeline.estimate(points[i : i + at_a_time]) for i in range(0, len(points), at_a_time)]
-    names = vars(parts[0])
-    return Estimates(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+    return rows_of(values), rows_of(fits)

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common.harness import Benchmark, Record, option
+from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import replay
 from jaxserve.cli.opening import device_groups
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import spread
 from jaxserve.core.request import Completion
 from jaxserve.scheduling.iteration.rra import RRA
@@ -36,7 +35,6 @@ from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
-    from jaxserve.execution.step_cost import StepCost
     from jaxserve.runtime import Runtime
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -62,8 +60,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     # Read when JAX starts its devices.
     if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
-    if options.repeats < 1:
-        raise InvalidConfigError(f"--repeats is {options.repeats}; it must be at least 1")
+    options.encode_batches = whole_numbers(options.encode_batches, "--encode-batches")
+    options.decode_iterations = whole_numbers(options.decode_iterations, "--decode-iterations")
     policies = [get_policy(name) for name in options.policies.split(",")]
     cases = list(_cases(options))
     record = Record.of("exegpt_measured", options, policies=[], schedules=[])
@@ -133,7 +131,11 @@ class _Session:
 
         runs, agree = [], True
         with closing(self._runtime(case.policy, case.groups, warmup="full")) as rt:
-            cost = _measured_cost(rt, case.groups)
+            cost = (
+                rt.measure_group_times(rounds=1).costs()
+                if "/" in case.groups
+                else rt.measure_step_times(rounds=1)
+            )
             for number in range(self._options.repeats + 1):
                 # The first run warms up, with the number of requests that run at once.
                 asked = self._items if number else self._items[: rt.config.max_slots]
@@ -174,12 +176,6 @@ class _Session:
         tokens = [tuple(each.token_ids) for each in done]
         self._tokens = self._tokens or tokens
         return tokens == self._tokens
-
-
-def _measured_cost(rt: Runtime, groups: str) -> StepCost:
-    if "/" in groups:
-        return rt.measure_group_times(rounds=1).costs()
-    return rt.measure_step_times(rounds=1)
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:
@@ -254,19 +250,12 @@ def _model(name: str) -> Any:
     return Llama(config, rngs=nnx.Rngs(0), layer_layout="unrolled")
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise ValueError
-    return numbers
-
-
 OPTIONS = (
     option("--model", "smollm2", "shape of the random weights", choices=list(GROUPS)),
     option("--groups", None, 'devices, such as "1 4/4" for RRA on one and WAA on 4 and 4'),
     option("--policies", "auto,fastertransformer,orca,vllm_like", "to compare tokens, on a device"),
-    option("--encode-batches", "2,4", "B_E, separated by commas", _numbers),
-    option("--decode-iterations", "4,8", "N_D of RRA, and of WAA's steps", _numbers),
+    option("--encode-batches", "2,4", "B_E, separated by commas"),
+    option("--decode-iterations", "4,8", "N_D of RRA, and of WAA's steps"),
     option("--num-requests", 48, "requests, all waiting from the start"),
     option("--prompt-tokens", 64, "mean tokens of a prompt"),
     option("--output-tokens", 32, "mean tokens of an answer"),

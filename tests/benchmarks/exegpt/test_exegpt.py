@@ -297,5 +297,5 @@ def test_scenarios_are_those_of_figures_6_and_8():
 
 def test_an_unknown_model_is_refused():
     """The message lists the models of table 1."""
-    with pytest.raises(InvalidConfigError, match="GPT5 is unknown.*OPT-13B"):
+    with pytest.raises(InvalidConfigError, match="GPT5.* are unknown.*OPT-13B"):
         run(_options("OPT-13B,GPT5"))
