@@ -68,6 +68,13 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def status_bytes(field: str) -> int:
+    """Return a field of Linux's /proc/self/status in bytes; 0 on other systems."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Return the version of each package, "not installed" for a missing one."""
     found = {}

@@ -23,6 +23,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.common.environment import status_bytes
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.shapes import SIZES
@@ -170,7 +171,7 @@ def load() -> None:
 
     folder, dtype = sys.argv[1:]
     jax.devices()
-    before_bytes = _status_bytes("VmRSS")
+    before_bytes = status_bytes("VmRSS")
     with _PeakOf("RssAnon") as anonymous:
         begin_s = time.perf_counter()
         loaded = load_model(folder, dtype=dtype, progress=False)
@@ -179,7 +180,7 @@ def load() -> None:
     figures = {
         "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params)),
         "before_bytes": before_bytes,
-        "peak_host_bytes": _status_bytes("VmHWM"),
+        "peak_host_bytes": status_bytes("VmHWM"),
         "peak_anonymous_bytes": anonymous.peak_bytes,
         "load_s": load_s,
     }
@@ -208,15 +209,7 @@ class _PeakOf:
         ended = False
         while not ended:
             ended = self._ended.wait(_SAMPLE_S)
-            self.peak_bytes = max(self.peak_bytes, _status_bytes(self._field))
-
-
-def _status_bytes(field: str) -> int:
-    """Return a field of Linux's /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
+            self.peak_bytes = max(self.peak_bytes, status_bytes(self._field))
 
 
 OPTIONS = (

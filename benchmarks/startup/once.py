@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
+
+from benchmarks.common.environment import status_bytes
 
 _STAGES = ("tokenizer", "weights", "cache")
 
@@ -45,7 +46,7 @@ def start_once(model: str, settings: dict[str, Any], begin_s: float) -> dict[str
         rt.generate("What is the capital of France?", one, progress=False)
         first_token_s = time.time()
         made = list(executables)
-        resident_bytes = _status_bytes("VmRSS")
+        resident_bytes = status_bytes("VmRSS")
         rt.generate("What is the capital of France?", one, progress=False)
         second_token_s = time.time()
     return {
@@ -62,13 +63,6 @@ def start_once(model: str, settings: dict[str, Any], begin_s: float) -> dict[str
         "num_compiled": sum(each["how"] == "compiled" for each in made),
         "executables": made,
     }
-
-
-def _status_bytes(field: str) -> int:
-    """Return a field of Linux's /proc/self/status in bytes; 0 on other systems."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def main(arguments: list[str] | None = None) -> int:
