@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -138,7 +138,8 @@ class SectionVI:
         for name, own in runs.items():
             point = {"policy": name, **summary(own)}
             if keeps_timeline:
-                point["requests"] = timelines[name][median_run(own)]
+                walls = [run["wall_s"] for run in own]
+                point["requests"] = timelines[name][walls.index(statistics.median_low(walls))]
             points.append(point)
         return points
 
@@ -164,12 +165,6 @@ class SectionVI:
         iteration = Static(window_s=self.seconds(paper_ms))
         name = f"window_{paper_ms}ms"
         return replace(PRESETS["triton_window"], name=name, iteration=iteration)
-
-
-def median_run(runs: Sequence[Mapping[str, Any]]) -> int:
-    """Return the position of the run of median wall time; of two middle runs, the faster."""
-    walls = [run["wall_s"] for run in runs]
-    return walls.index(statistics.median_low(walls))
 
 
 def overlap(done: Sequence[Completion]) -> float:

@@ -12,7 +12,8 @@ import itertools
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, option
@@ -52,17 +53,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@final
-class _Arrivals:
-    def __init__(self) -> None:
-        self.at_s: list[float] = []
-        self._begin_s = time.perf_counter()
-
-    def add(self, piece: Piece) -> None:
-        if piece.token_ids:
-            self.at_s.append(time.perf_counter() - self._begin_s)
-
-
 def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[Figures, list[Any]]:
     """Return the figures of one run, and the tokens of its answers."""
 
@@ -80,20 +70,28 @@ def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[Figures, list[
     warm = drawn(2, options.seed + 1)
     fleet.generate([list(item.prompt_token_ids) for item in warm], [item.params() for item in warm])
     before = fleet.stats()
+
+    def sink(at_s: list[float]) -> Callable[[Piece], None]:
+        begin_s = time.perf_counter()
+
+        def add(piece: Piece) -> None:
+            if piece.token_ids:
+                at_s.append(time.perf_counter() - begin_s)
+
+        return add
+
     begin_s = time.perf_counter()
+    times: list[list[float]] = [[] for _ in items]
     submitted = []
-    for item in items:
+    for item, at_s in zip(items, times, strict=True):
         time.sleep(max(0.0, begin_s + item.arrival_s - time.perf_counter()))
-        arrivals = _Arrivals()
         prompt = list(item.prompt_token_ids)
-        pending = fleet.submit(prompt, item.params(), on_piece=arrivals.add)
-        submitted.append((arrivals, pending))
-    done = [pending.result() for _, pending in submitted]
+        submitted.append(fleet.submit(prompt, item.params(), on_piece=sink(at_s)))
+    done = [pending.result() for pending in submitted]
     wall_s = time.perf_counter() - begin_s
     for completion in done:
         if completion.error is not None:
             raise completion.error
-    times = [arrivals.at_s for arrivals, _ in submitted]
     after = fleet.stats()
     return {
         "wall_s": wall_s,

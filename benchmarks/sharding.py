@@ -8,6 +8,7 @@ nothing on forced host devices, which share the cores of the processor; counts a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import statistics
@@ -57,15 +58,6 @@ class Collective:
 def collectives_of(executable: Any) -> list[Collective]:
     """Return the collectives of a compiled function, each once, also inside a loop."""
     return [_collective(match) for match in _OP.finditer(executable.as_text())]
-
-
-def traffic(collectives: list[Collective]) -> dict[str, Any]:
-    """Return the number of each kind and the bytes of all, without those in branches."""
-    collectives = [each for each in collectives if not each.in_branch]
-    return {
-        "count": dict(Counter(each.kind for each in collectives)),
-        "bytes": sum(each.num_bytes for each in collectives),
-    }
 
 
 def _collective(match: re.Match[str]) -> Collective:
@@ -141,11 +133,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         each["same_tokens"] = each.pop("answers") == expected
     return {
         "times_mean_something": jax.default_backend() != "cpu",
-        "model": {
-            "layers": options.layers,
-            "hidden_size": options.hidden_size,
-            "vocab_size": options.vocab_size,
-        },
+        "model": {name: getattr(options, name) for name in ("layers", "hidden_size", "vocab_size")},
         "rows": options.rows,
         "runs": runs,
     }
@@ -155,16 +143,24 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from flax import nnx
 
     from jaxserve import Runtime, SamplingParams
-    from jaxserve.models.families.llama import Llama
+    from jaxserve.models.families.llama import Llama, LlamaConfig
     from jaxserve.steps.sampling.sampler import Variant
     from sharding import StagePlan
 
-    config = _config(options)
+    config = LlamaConfig(
+        vocab_size=options.vocab_size,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 2,
+        num_layers=options.layers,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=options.hidden_size // 8,
+        max_position_embeddings=256,
+    )
     plan = _plan(name, options.micro_batches)
-    model = Llama(config, rngs=nnx.Rngs(0))
     passes: list[Pass] = []
     with Runtime(
-        model,
+        Llama(config, rngs=nnx.Rngs(0)),
         mesh=plan,
         max_slots=options.rows,
         max_context=256,
@@ -182,14 +178,22 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "step_s": _median_step_s(rt),
         }
         if not isinstance(plan, StagePlan):
-            mixed, decode = executor.compiled_steps(Variant.GREEDY)
+            _, decode = executor.compiled_steps(Variant.GREEDY)
             shards = 1 if plan is None else plan.shape["tensor"]
             result["decode"] = _tensor_traffic(decode, config, options.rows, shards)
             return result
         rows = passes[-1].num_rows
         result["micro_batches"] = plan.micro_batches
         result["decode"] = _stage_traffic(plan, config, rows)
-        result["pipeline"] = _pipeline(plan, passes)
+        # One pass costs a stage its layers over its shards.
+        fill = play(passes, [len(stage.layers) / stage.num_shards for stage in plan.stages])
+        result["pipeline"] = {
+            "passes": len(passes),
+            "bubble": fill.bubble,
+            "ideal_bubble": fill.ideal_bubble,
+            "slower_than_ideal": fill.total / fill.ideal,
+            "busy": [busy / fill.total for busy in fill.busy],
+        }
         return result
 
 
@@ -197,12 +201,15 @@ def _tensor_traffic(executable: Any, config: LlamaConfig, rows: int, shards: int
     """Return the bytes that one iteration sends, and the least that tensor parallelism allows.
 
     The least is two sums a layer, one for the embedding, and the likeliest token of each shard.
+    What is in branches does not count.
     """
-    found = traffic(collectives_of(executable))
+    found = [each for each in collectives_of(executable) if not each.in_branch]
+    sent = sum(each.num_bytes for each in found)
     row = config.hidden_size * 4
     least = rows * ((2 * config.num_layers + 1) * row + 8 * shards) if shards > 1 else 0
-    ratio = found["bytes"] / least if least else None
-    return {**found, "least_bytes": least, "ratio": ratio}
+    kinds = dict(Counter(each.kind for each in found))
+    ratio = sent / least if least else None
+    return {"count": kinds, "bytes": sent, "least_bytes": least, "ratio": ratio}
 
 
 def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str, Any]:
@@ -215,18 +222,6 @@ def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str,
     sent = hidden * sum(copies[1:]) + token * sum(copies[:-1])
     least = (hidden + token) * (len(copies) - 1)
     return {"bytes": sent, "least_bytes": least, "ratio": sent / least}
-
-
-def _pipeline(plan: StagePlan, passes: Any) -> dict[str, Any]:
-    """Play the passes back; one costs a stage its layers over its shards."""
-    fill = play(passes, [len(stage.layers) / stage.num_shards for stage in plan.stages])
-    return {
-        "passes": len(passes),
-        "bubble": fill.bubble,
-        "ideal_bubble": fill.ideal_bubble,
-        "slower_than_ideal": fill.total / fill.ideal,
-        "busy": [busy / fill.total for busy in fill.busy],
-    }
 
 
 def _plan(text: str, micro_batches: int | None) -> Any:
@@ -244,26 +239,11 @@ def _plan(text: str, micro_batches: int | None) -> Any:
     )
 
 
-def _config(options: argparse.Namespace) -> LlamaConfig:
-    from jaxserve.models.families.llama import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=options.vocab_size,
-        hidden_size=options.hidden_size,
-        intermediate_size=options.hidden_size * 2,
-        num_layers=options.layers,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=options.hidden_size // 8,
-        max_position_embeddings=256,
-    )
-
-
 def _median_step_s(rt: Runtime) -> dict[str, float]:
     """Return the median seconds of a decode iteration and of a mixed step."""
     steps = rt.report().steps
     found: dict[str, list[float]] = {"mixed": [], "decode": []}
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in itertools.pairwise(steps):
         kind = "decode" if step.kind == "decode loop" else "mixed"
         if step.collected_s is not None and before.collected_s is not None:
             seconds = step.collected_s - before.collected_s

@@ -22,7 +22,7 @@ from benchmarks.common.policies import parse_policies, policy_options
 from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
 
@@ -79,9 +79,9 @@ class Requests:
             num_pairs += i in self.first
             before = self.first.setdefault(i, each)
             if (before.token_ids, before.logprobs) != (each.token_ids, each.logprobs):
-                self.different.append(
-                    {"way": way, "request": i, "token": _first_difference(before, each)}
-                )
+                pairs = enumerate(zip(before.token_ids, each.token_ids, strict=False))
+                token = next((place for place, (a, b) in pairs if a != b), -1)
+                self.different.append({"way": way, "request": i, "token": token})
         return num_pairs
 
 
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             way: _compared(each, requests, way, -(-options.pairs // len(runtimes)), options.seed)
             for way, each in runtimes.items()
         }
-        scores, processed = _scored(rt, requests), _processed_scored(rt, requests)
+        scores, processed = _scored(rt, requests)
         cost = _cost(open_runtimes, options, requests)
     return {
         "num_requests": len(requests.prompts),
@@ -162,24 +162,26 @@ def _compared(
     }
 
 
-def _scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
-    """Return the number of answers whose `Runtime.score` differs from what sampling reported."""
+def _scored(rt: Runtime, requests: Requests) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the number of answers whose `Runtime.score` differs from what sampling reported.
+
+    The second result is that for the distributions that tokens were drawn from, where `score` has
+    them.
+    """
     answers = sorted(requests.first.items())
-    scores = rt.score([[*requests.prompts[i], *each.token_ids] for i, each in answers])
-    reported = [[token.logprob for token in _logprobs(each)] for _, each in answers]
-    return _differing(scores, reported)
-
-
-def _processed_scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
-    """Return the same for the distributions that tokens were drawn from, where `score` has them."""
-    scores: list[np.ndarray] = []
-    reported: list[list[float]] = []
-    for i, each in sorted(requests.first.items()):
-        params = requests.params[i]
-        if params.temperature and not params.presence_penalty:
-            scores.append(rt.score([*requests.prompts[i], *each.token_ids], params))
-            reported.append([token.processed_logprob for token in _logprobs(each)])
-    return _differing(scores, reported)
+    whole = {i: [*requests.prompts[i], *each.token_ids] for i, each in answers}
+    logprobs = {i: each.logprobs or () for i, each in answers}
+    assert all(logprobs.values()), "every request asks for them"
+    reported = [[token.logprob for token in logprobs[i]] for i in whole]
+    drawn = [
+        i
+        for i in whole
+        if requests.params[i].temperature and not requests.params[i].presence_penalty
+    ]
+    processed = [rt.score(whole[i], requests.params[i]) for i in drawn]
+    drawn_from = [[token.processed_logprob for token in logprobs[i]] for i in drawn]
+    scores = rt.score(list(whole.values()))
+    return _differing(scores, reported), _differing(processed, drawn_from)
 
 
 def _differing(scores: list[np.ndarray], reported: list[list[float]]) -> dict[str, Any]:
@@ -211,16 +213,6 @@ def _cost(
         **{name: summary(runs) for name, runs in found.items()},
         "throughput_share": ratio(own, ordinary),
     }
-
-
-def _first_difference(one: Completion, other: Completion) -> int:
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
-
-
-def _logprobs(completion: Completion) -> tuple[TokenLogprob, ...]:
-    assert completion.logprobs is not None, "every request asks for them"
-    return completion.logprobs
 
 
 def _is_whole(result: dict[str, Any]) -> bool:

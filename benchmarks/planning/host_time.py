@@ -42,35 +42,20 @@ _WARM_UP_STEPS = 40
 _EXECUTORS = ("jaxserve.execution.simulated", "jaxserve.engine.simulated")
 
 
-class TimedExecutor:
-    """An executor whose `submit` adds its time to `spent_s` (elapsed) and `spent_cpu_s`."""
+class Timed:
+    """A method of an object that adds its time to `spent_s` (elapsed) and `spent_cpu_s`."""
 
-    def __init__(self, executor: Any):
+    def __init__(self, owner: Any, name: str):
         self.spent_s = self.spent_cpu_s = 0.0
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def submit(self, plan: Any) -> Any:
-        """Carry out a plan and add the time."""
-        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-        handle = self._executor.submit(plan)
-        self.spent_s += time.perf_counter() - begin_s
-        self.spent_cpu_s += time.thread_time() - begin_cpu_s
-        return handle
-
-
-class _TimedPlan:
-    def __init__(self, plan: Any):
-        self.spent_cpu_s = 0.0
-        self._plan = plan
+        self._call = getattr(owner, name)
+        setattr(owner, name, self)
 
     def __call__(self, *args: Any) -> Any:
-        begin_s = time.thread_time()
-        plan = self._plan(*args)
-        self.spent_cpu_s += time.thread_time() - begin_s
-        return plan
+        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+        result = self._call(*args)
+        self.spent_s += time.perf_counter() - begin_s
+        self.spent_cpu_s += time.thread_time() - begin_cpu_s
+        return result
 
 
 def measure(
@@ -100,27 +85,27 @@ def measure(
         restore="prefetch",  # as on every platform (`execution.sizes`)
     )
     clock = VirtualClock()
-    executor: Any = TimedExecutor(_executor_type()(config, clock, reads_context=False))
+    executor = _executor_type()(config, clock, reads_context=False)
+    submitted = Timed(executor, "submit")
     engine = Engine(executor, PRESETS[policy], clock)
     requests = _Requests(max_context if is_long else None)
     for _ in range(max_slots + num_waiting):
         engine.add(requests.next(clock.now()))
-    planner = _TimedPlan(engine.scheduler.plan)
-    setattr(engine.scheduler, "plan", planner)  # noqa: B010
+    planned = Timed(engine.scheduler, "plan")
     # The requests, added all at once, would be new to the garbage collector.
     gc.collect()
     planning_s, planning_cpu_s, host_s, host_cpu_s = [], [], [], []
     for number in range(_WARM_UP_STEPS + num_steps):
         planned_s = engine.stats.planning_s
-        executor.spent_s = executor.spent_cpu_s = planner.spent_cpu_s = 0.0
+        submitted.spent_s = submitted.spent_cpu_s = planned.spent_cpu_s = 0.0
         begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
         news = engine.step()
         took_s, took_cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
         if number >= _WARM_UP_STEPS:
             planning_s.append(engine.stats.planning_s - planned_s)
-            planning_cpu_s.append(planner.spent_cpu_s)
-            host_s.append(took_s - executor.spent_s)
-            host_cpu_s.append(took_cpu_s - executor.spent_cpu_s)
+            planning_cpu_s.append(planned.spent_cpu_s)
+            host_s.append(took_s - submitted.spent_s)
+            host_cpu_s.append(took_cpu_s - submitted.spent_cpu_s)
         for each in news:
             if each.sequence.finish_reason:
                 engine.add(requests.next(clock.now()))
