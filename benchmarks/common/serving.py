@@ -215,7 +215,7 @@ def measure(
 
 
 def answered(
-    rt: Runtime, prompts: Sequence[Any], params: Any
+    rt: Runtime, prompts: Sequence[Any], params: Any, *, progress: bool = False
 ) -> tuple[Figures, dict[str, float], list[Completion]]:
     """Answer prompts that come all at once, with an empty prefix cache.
 
@@ -224,7 +224,7 @@ def answered(
     """
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
-    done = rt.generate(prompts, params, progress=False)
+    done = rt.generate(prompts, params, progress=progress)
     wall_s = time.perf_counter() - begin_s
     time.sleep(_SETTLING_S)
     num_tokens = sum(len(each.token_ids) for each in done)

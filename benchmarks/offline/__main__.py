@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.counters import counters_of, since
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from benchmarks.common.roofline import bound, measure_machine
+from benchmarks.common.serving import answered
 from benchmarks.common.timing import full_step_s, seconds
 from benchmarks.offline.peers.compare import OPTIONS as PEER_OPTIONS
 from benchmarks.offline.peers.compare import peers_of, run_peers
@@ -52,17 +52,21 @@ def step_parts(
     Parts have random weights and a cache of their own. `other_s` is the rest: norms, rotary
     embedding, activations, calls.
     """
+    slots = jax.tree.map(lambda leaf: leaf[:batch_size], empty_slots(engine))
+    logits = jax.random.normal(jax.random.key(0), (batch_size, config.vocab_size))
+    greedy = jax.jit(partial(sample, variant=Variant.GREEDY))
     parts = {
         "products_s": _products_s(config, dtype, batch_size),
         "attention_s": _attention_s(config, engine, dtype, batch_size, context),
-        "sampling_s": _sampling_s(config, engine, batch_size),
+        "sampling_s": seconds(greedy, logits, slots.sampling, slots.tokens, slots.length),
     }
     return {"step_s": step_s, **parts, "other_s": step_s - sum(parts.values())}
 
 
 def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: int) -> float:
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    num_qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    inner, num_qkv = config.intermediate_size, heads + 2 * config.num_kv_heads * config.head_dim
+    sizes = ((hidden, num_qkv), (heads, hidden), (hidden, 2 * inner), (inner, hidden))
     keys = iter(jax.random.split(jax.random.key(0), 4 * config.num_layers + 1))
     in_panels = jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.float32
     arrange = jax.jit(to_panels) if in_panels else lambda weight: weight
@@ -74,24 +78,14 @@ def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: in
     def times(x: jax.Array, weight: jax.Array, columns: int) -> jax.Array:
         return panel_matmul(x, weight, columns=columns) if in_panels else matmul(x, weight)
 
-    layers = [
-        (
-            *(weight(hidden, num_qkv), weight(heads, hidden)),
-            *(
-                weight(hidden, 2 * config.intermediate_size),
-                weight(config.intermediate_size, hidden),
-            ),
-        )
-        for _ in range(config.num_layers)
-    ]
+    layers = [[weight(*size) for size in sizes] for _ in range(config.num_layers)]
     vocab = weight(hidden, config.vocab_size)
 
     @jax.jit
     def products(x: jax.Array, layers: list, vocab: jax.Array) -> jax.Array:
-        for qkv, o, gate_up, down in layers:
-            x = times(times(x, qkv, num_qkv)[:, :heads], o, hidden)
-            both = times(x, gate_up, 2 * config.intermediate_size)
-            x = times(both[:, : config.intermediate_size], down, hidden)
+        for layer in layers:
+            for weight, (depth, columns) in zip(layer, sizes, strict=True):
+                x = times(x[:, :depth], weight, columns)
         return times(x, vocab, config.vocab_size)
 
     return seconds(products, jnp.ones((batch_size, hidden), dtype), layers, vocab)
@@ -106,25 +100,28 @@ def _attention_s(
 ) -> float:
     page_size, kv_dtype = engine.page_size, engine.kv_dtype or dtype
     pages_each = -(-context // page_size)
-    cache = empty_cache(config, 1 + batch_size * pages_each, page_size, kv_dtype, "unrolled")
-    table = 1 + jnp.arange(batch_size * pages_each).reshape(batch_size, pages_each)
+    num_pages = batch_size * pages_each
+    held = [empty_cache(config, 1 + num_pages, page_size, kv_dtype, "unrolled")]
+    table = 1 + jnp.arange(num_pages).reshape(batch_size, pages_each)
     row, last = jnp.arange(batch_size), jnp.full(batch_size, context - 1)
+    rows = Rows(
+        query_start=row,
+        query_length=jnp.ones_like(row),
+        first_position=last,
+        context_length=last + 1,
+        page_table=table,
+    )
     batch = AttentionBatch(
         positions=last,
         page=table[row, last // page_size],
         offset=last % page_size,
-        rows=Rows(
-            query_start=row,
-            query_length=jnp.ones_like(row),
-            first_position=last,
-            context_length=last + 1,
-            page_table=table,
-        ),
+        rows=rows,
         max_query_length=1,
     )
     group = config.num_heads // config.num_kv_heads
     qkv = jnp.ones((batch_size, config.num_kv_heads, group + 2, config.head_dim), dtype)
 
+    @partial(jax.jit, donate_argnums=0)
     def attend(cache: KVCache) -> tuple[KVCache, jax.Array]:
         total = jnp.zeros((batch_size, config.num_heads, config.head_dim), dtype)
         for layer, window in enumerate(config.sliding_windows):
@@ -132,26 +129,14 @@ def _attention_s(
             total += out
         return cache, total
 
-    step = jax.jit(attend, donate_argnums=0)
-    held = [cache]
-
     def call() -> jax.Array:
-        held[0], total = step(held[0])
+        held[0], total = attend(held[0])
         return total
 
     return seconds(call)
 
 
-def _sampling_s(config: LlamaConfig, engine: EngineConfig, batch_size: int) -> float:
-    slots = jax.tree.map(lambda leaf: leaf[:batch_size], empty_slots(engine))
-    logits = jax.random.normal(jax.random.key(0), (batch_size, config.vocab_size))
-    step = jax.jit(partial(sample, variant=Variant.GREEDY))
-    return seconds(step, logits, slots.sampling, slots.tokens, slots.length)
-
-
 WORKLOADS = ("sharegpt", "random")
-# The engine has to notice that it has no work left.
-_SETTLING_S = 0.02
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -174,10 +159,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     dtype = options.dtype or platform_defaults().dtype
     figures = summary(runs)
     return {
-        "workload": options.workload,
-        "num_requests": options.num_requests,
-        "seed": options.seed,
-        "model": options.model,
+        **{name: getattr(options, name) for name in ("workload", "num_requests", "seed", "model")},
         "precision": dtype if engine.kv_dtype is None else f"{dtype} with KV in {engine.kv_dtype}",
         "quantize": options.quantize,
         "policy": options.policy,
@@ -192,18 +174,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_once(rt: Runtime, items: list[WorkloadItem]) -> Figures:
-    rt.forget_kept_pages()
-    before, begin_s = counters_of(rt.stats()), time.perf_counter()
-    done = rt.generate(
-        [list(item.prompt_token_ids) for item in items],
-        [item.params() for item in items],
-        progress=True,
-    )
-    wall_s = time.perf_counter() - begin_s
-    time.sleep(_SETTLING_S)
-    engine = since(before, counters_of(rt.stats()))
+    prompts = [list(item.prompt_token_ids) for item in items]
+    params = [item.params() for item in items]
+    figures, engine, done = answered(rt, prompts, params, progress=True)
     return {
-        **summarise(done, wall_s),
+        **summarise(done, figures["wall_s"]),
         "host_gap_share": engine["host_gap_s"] / engine["busy_s"],
         "engine": engine,
     }
@@ -228,16 +203,10 @@ def _compared_with_bound(
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
     )
-    parts = None
-    if step_s := full_step_s(report.steps, batch_size):
-        parts = step_parts(
-            config,
-            engine,
-            dtype,
-            step_s=step_s,
-            batch_size=batch_size,
-            context=round(context),
-        )
+    parts, step_s = None, full_step_s(report.steps, batch_size)
+    if step_s:
+        sizes = {"batch_size": batch_size, "context": round(context)}
+        parts = step_parts(config, engine, dtype, step_s=step_s, **sizes)
     return {
         "machine": asdict(machine),
         "bound": {
@@ -271,11 +240,8 @@ def _workload(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
 
 
 def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
-    names = (
-        *("policy", "load", "dtype", "quantize", "kv_memory", "kv_dtype"),
-        *("max_slots", "max_context", "max_step_tokens"),
-    )
-    given = {name: getattr(options, name) for name in names}
+    names = "policy load dtype quantize kv_memory kv_dtype max_slots max_context max_step_tokens"
+    given = {name: getattr(options, name) for name in names.split()}
     return {name: value for name, value in given.items() if value is not None}
 
 

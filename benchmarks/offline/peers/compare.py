@@ -137,10 +137,7 @@ def named(names: str | None) -> dict[str, Peer]:
 
 OURS = "jaxserve"
 # Figures of the table.
-SHOWN = (
-    *("output_tokens_per_s", "jaxserve_is_faster_by", "startup_s", "peak_host_bytes"),
-    "same_answers",
-)
+SHOWN = "output_tokens_per_s jaxserve_is_faster_by startup_s peak_host_bytes same_answers".split()
 RUN_LIMIT_S = 3600.0
 
 
@@ -193,7 +190,13 @@ def compare(
             speculates=speculates,
         )
         lengths = [item.num_output_tokens for item in items]
-        runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
+        runs = interleave(
+            commands,
+            job,
+            lengths,
+            repeats=repeats,
+            gauge=lambda: asdict(measure_machine("float32")),
+        )
     runs |= {name: Runs(error=error) for name, error in failed.items()}
     figures = summarise(runs)
     for name, peer in peers.items():
@@ -274,7 +277,7 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
         own = [
             {
                 "wall_s": result["wall_s"],
-                "output_tokens_per_s": _num_tokens(result) / result["wall_s"],
+                "output_tokens_per_s": sum(map(len, result["token_ids"])) / result["wall_s"],
                 "jaxserve_is_faster_by": ratio,
                 "startup_s": result["startup_s"],
                 "peak_host_bytes": result["peak_bytes"],
@@ -286,10 +289,6 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
         empty: Figures = {**dict.fromkeys(SHOWN), "runs": []}
         figures[name] = {**(summary(own) if own else empty), "error": engine.error}
     return figures
-
-
-def _gauge() -> dict[str, float]:
-    return asdict(measure_machine("float32"))
 
 
 def _run_once(command: Sequence[str], log: Path, limit_s: float) -> dict[str, Any]:
@@ -312,10 +311,6 @@ def _check(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
             f"{len(wrong)} answers are of another length than asked for, such as answer {i} of "
             f"{given[i]} tokens instead of {lengths[i]}"
         )
-
-
-def _num_tokens(result: Mapping[str, Any]) -> int:
-    return sum(map(len, result["token_ids"]))
 
 
 def _num_same(result: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
@@ -356,33 +351,33 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
         return {}
     from jaxserve.execution.sizes import platform_defaults
 
-    dtype = options.dtype or platform_defaults().dtype
-    if dtype != PRECISION:
-        raise InvalidConfigError(
-            f"peers are compared in {PRECISION}, not {dtype}; add --dtype {PRECISION}"
-        )
-    if options.kv_dtype is not None:
-        raise InvalidConfigError(
-            f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
-            "leave out --kv-dtype"
-        )
-    if options.quantize is not None:
-        if options.quantize not in QUANTISED:
-            raise InvalidConfigError(
-                f"peers are compared with --quantize {', '.join(QUANTISED)}, not {options.quantize}"
-            )
-        lacking = sorted(n for n, peer in peers.items() if options.quantize not in peer.few_bits)
-        if lacking:
-            raise InvalidConfigError(
-                f"--quantize {options.quantize}: {lacking} do not have such weights here; leave "
-                "them out of --compare"
-            )
     _fewer(options)
-    if resolve(options.model).kind != "gguf" or options.load is not None:
-        raise InvalidConfigError(
-            "peers are compared on the weights of a GGUF file: give --model a registered name or "
-            "such a file, and leave out --load"
-        )
+    dtype, bits = options.dtype or platform_defaults().dtype, options.quantize
+    lacking = sorted(name for name, peer in peers.items() if bits and bits not in peer.few_bits)
+    not_gguf = resolve(options.model).kind != "gguf" or options.load is not None
+    for is_wrong, why in (
+        (dtype != PRECISION, f"in {PRECISION}, not {dtype}; add --dtype {PRECISION}"),
+        (
+            options.kv_dtype is not None,
+            f"with keys and values in {PRECISION}, not {options.kv_dtype}; leave out --kv-dtype",
+        ),
+        (
+            bits not in (None, *QUANTISED),
+            f"with --quantize {', '.join(QUANTISED)}, not {bits}; pass one of them",
+        ),
+        (
+            bool(lacking),
+            f"with weights in few bits that they have, and {lacking} do not have such weights "
+            f"here; leave them out of --compare, or --quantize {bits}",
+        ),
+        (
+            not_gguf,
+            "on the weights of a GGUF file: give --model a registered name or such a file, and "
+            "leave out --load",
+        ),
+    ):
+        if is_wrong:
+            raise InvalidConfigError(f"peers are compared {why}")
     return peers
 
 

@@ -35,29 +35,30 @@ def write_compressed_tensors(model: GGUFSource, folder: Path, bits: int) -> None
     with a scale for each group of an output.
     """
     is_group = bits == 4
+    common = {"type": "int", "symmetric": True}
     weights = {
-        **{"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False},
-        **{"strategy": "group" if is_group else "channel", "observer": "minmax"},
+        **common,
+        "num_bits": bits,
+        "dynamic": False,
+        "strategy": "group" if is_group else "channel",
+        "observer": "minmax",
         "group_size": _GROUP if is_group else None,
     }
-    inputs = {
-        **{"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True},
-        "strategy": "token",
-    }
-    format = "pack-quantized" if is_group else "int-quantized"
+    inputs = {**common, "num_bits": 8, "dynamic": True, "strategy": "token"}
     group = {
-        **{"targets": ["Linear"], "weights": weights, "format": format},
+        "targets": ["Linear"],
+        "weights": weights,
+        "format": "pack-quantized" if is_group else "int-quantized",
         "input_activations": None if is_group else inputs,
     }
-    write_config(
-        model,
-        folder,
-        quantization_config={
-            **{"quant_method": "compressed-tensors", "format": format},
-            **{"quantization_status": "compressed", "ignore": ["lm_head"]},
-            "config_groups": {"group_0": group},
-        },
-    )
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": group["format"],
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    write_config(model, folder, quantization_config=config)
     tensors: dict[str, np.ndarray] = {}
     for name in tqdm(model.shapes(), desc="writing compressed tensors", leave=False, delay=2):
         values = np.ascontiguousarray(model.read(name), np.float32)
