@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, final
 
 from benchmarks.cells import contenders
 from benchmarks.cells.applications import (
@@ -19,15 +20,14 @@ from benchmarks.cells.applications import (
     CellRequest,
     Sizes,
     Workload,
-    modelled,
     requests_of,
     simulated,
 )
-from benchmarks.cells.contenders import ThesisCost, products
+from benchmarks.cells.contenders import ThesisCost, batch_sizes_of, products
 from benchmarks.cells.peers.options import OPTIONS as PEER_OPTIONS
 from benchmarks.cells.peers.options import peers_of, run_peers
-from benchmarks.cells.playing import compared, is_saturated, serve, simulate, warm
-from benchmarks.common.harness import Benchmark, Record, numbers, option
+from benchmarks.cells.playing import compared, is_saturated, serve, simulate
+from benchmarks.common.harness import Benchmark, Record, numbers, option, some_of
 from benchmarks.common.repeats import in_turns, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes
@@ -37,7 +37,7 @@ from jaxserve.workload.sentences import LONGEST, SentenceLengths, draw_treebank_
 COSTS = ("thesis", "measured", "none")
 LENGTHS = ("wmt15", "treebank")
 # Rates of a sweep, as shares of the rate at which all batches would be full.
-_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+_SHARES = "0.05,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1.0,1.2"
 _WARM_REQUESTS = 16
 
 # (policy, requests a second) -> figures; None for all requests at once.
@@ -45,29 +45,19 @@ Play = Callable[[str, float | None], dict[str, Any]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    names = _chosen(options)
+    names = _checked(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
+    about = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
     record = Record.of(
         "cells",
         options,
-        sizes={
-            "hidden_size": sizes.hidden_size,
-            "vocab_size": sizes.vocab_size,
-            "max_batch": dict(sizes.max_batch),
-        },
+        sizes={**about, "max_batch": dict(sizes.max_batch)},
         points=[],
         task_s={},
     )
     for name in names:
-        workload = WORKLOADS[name]
-        own = sizes.limited(workload.max_batch)
-        requests = _requests(workload, options, own)
-        cost = _measured_cost(name, workload.application, options, own, record)
-        if options.costs != "none":
-            _sweep_simulated(name, workload, options, own, requests, cost, record)
-        if options.measured and workload.num_workers == 1:
-            _sweep_measured(name, workload.application, options, own, requests, cost, record)
+        _Sweeps(name, options, record).play()
     if peers:
         requests = {
             name: _requests(WORKLOADS[name], options, sizes)
@@ -80,23 +70,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return record.result
 
 
-def _chosen(options: argparse.Namespace) -> list[str]:
-    chosen = options.applications.split(",")
-    for unknown, known in (
-        ([name for name in chosen if name not in WORKLOADS], WORKLOADS),
-        (
-            contenders.unknown(options.policies.split(",") if options.policies else []),
-            contenders.KNOWN,
-        ),
-    ):
-        if unknown:
-            raise InvalidConfigError(f"{unknown} are unknown; pass some of {', '.join(known)}")
+def _checked(options: argparse.Namespace) -> list[str]:
+    """Return the workloads, if the options ask for something."""
+    chosen = some_of(options.applications, "--applications", WORKLOADS)
+    some_of(options.policies or contenders.OURS, "--policies", contenders.KNOWN)
     for name in ("num_requests", "compare_requests", "longest"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InvalidConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     parse_bytes(options.slot_memory)
-    _shares(options)
+    numbers(options.shares or _SHARES, "--shares")
     if options.costs == "none" and not options.measured and options.compare is None:
         raise InvalidConfigError("nothing is to be done; pass --costs, --measured or --compare")
     return chosen
@@ -113,144 +96,131 @@ def _requests(workload: Workload, options: argparse.Namespace, sizes: Sizes) -> 
     return requests_of(workload.application, lengths, vocab_size=sizes.vocab_size, seed=seed)
 
 
-def _measured_cost(
-    name: str, application: str, options: argparse.Namespace, sizes: Sizes, record: Record
-) -> Any:
-    if options.costs != "measured" and not options.measured:
-        return None
-    from jaxserve.cells.measure import measure_cells
+@final
+class _Sweeps:
+    """The sweeps of one workload: simulated, and on the device."""
 
-    print(f"timing the cells of {name}", file=sys.stderr)
-    policies = contenders.contenders_of(application)
-    all_sizes = [contenders.batch_sizes_of(policy, sizes) for policy in policies]
-    largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in sizes.max_batch}
-    # All tasks of one call take the same time; so the time is that of a task.
-    cost = measure_cells(modelled(application, sizes, largest).cells)
-    record.result["task_s"][name] = cost.seconds
-    record.save()
-    return cost
+    def __init__(self, name: str, options: argparse.Namespace, record: Record):
+        self._name, self._options, self._record = name, options, record
+        self._workload = WORKLOADS[name]
+        self._application = self._workload.application
+        self._sizes = SIZES[options.size].limited(self._workload.max_batch)
+        self._requests = _requests(self._workload, options, self._sizes)
 
+    def play(self) -> None:
+        options = self._options
+        cost = None
+        if options.costs == "measured" or options.measured:
+            cost = self._measured_cost()
+        if options.costs != "none":
+            self._simulated(cost)
+        if options.measured and self._workload.num_workers == 1:
+            self._measured(cost)
 
-def _sweep_simulated(
-    name: str,
-    workload: Workload,
-    options: argparse.Namespace,
-    sizes: Sizes,
-    requests: Sequence[CellRequest],
-    measured_cost: Any,
-    record: Record,
-) -> None:
-    def cost_of(policy: str) -> Any:
-        if options.costs == "measured":
-            return measured_cost
-        return ThesisCost(products(sizes), gathers=policy in contenders.GATHERING)
+    def _modelled(self, batch_sizes: dict[str, tuple[int, ...]]) -> Any:
+        from benchmarks.cells.models import model_from, random_weights
 
-    ideal = cost_of(contenders.IDEAL)
-    cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(requests)}
+        weights = random_weights(self._application, self._sizes, seed=0)
+        return model_from(weights, batch_sizes, folds=False)
 
-    def play(policy: str, rate: float | None) -> dict[str, Any]:
-        return simulate(
-            simulated(workload.application, contenders.batch_sizes_of(policy, sizes)),
-            contenders.policy_of(policy, cell_s=cell_s),
-            cost_of(policy),
-            requests,
-            arrival_times(len(requests), pattern(rate), options.seed),
-            num_workers=workload.num_workers,
-        )
+    def _measured_cost(self) -> Any:
+        from jaxserve.cells.measure import measure_cells
 
-    most = workload.num_workers * capacity(requests, ideal, sizes)
-    how = f"simulated, {options.costs}"
-    _sweep(name, workload.application, how, play, most, options, record, repeats=1)
+        print(f"timing the cells of {self._name}", file=sys.stderr)
+        policies = contenders.contenders_of(self._application)
+        all_sizes = [batch_sizes_of(policy, self._sizes) for policy in policies]
+        cells = self._sizes.max_batch
+        largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in cells}
+        # All tasks of one call take the same time; so the time is that of a task.
+        cost = measure_cells(self._modelled(largest).cells)
+        self._record.result["task_s"][self._name] = cost.seconds
+        self._record.save()
+        return cost
 
+    def _arrivals(self, rate: float | None) -> list[float]:
+        return arrival_times(len(self._requests), pattern(rate), self._options.seed)
 
-def _sweep_measured(
-    name: str,
-    application: str,
-    options: argparse.Namespace,
-    sizes: Sizes,
-    requests: Sequence[CellRequest],
-    measured_cost: Any,
-    record: Record,
-) -> None:
-    from jaxserve.cells import CellRuntime
+    def _simulated(self, measured_cost: Any) -> None:
+        sizes, num_workers = self._sizes, self._workload.num_workers
 
-    cell_s = {cell: measured_cost.task_s(cell, 1) for cell in _cells(requests)}
-    with ExitStack() as stack:
-        runtimes: dict[str, Any] = {}
+        def cost_of(policy: str) -> Any:
+            if self._options.costs == "measured":
+                return measured_cost
+            return ThesisCost(products(sizes), gathers=policy in contenders.GATHERING)
+
+        ideal = cost_of(contenders.IDEAL)
+        cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(self._requests)}
+
+        def play(policy: str, rate: float | None) -> dict[str, Any]:
+            return simulate(
+                simulated(self._application, batch_sizes_of(policy, sizes)),
+                contenders.policy_of(policy, cell_s=cell_s),
+                cost_of(policy),
+                self._requests,
+                self._arrivals(rate),
+                num_workers=num_workers,
+            )
+
+        most = num_workers * capacity(self._requests, ideal, sizes)
+        self._sweep(f"simulated, {self._options.costs}", play, most, repeats=1)
+
+    def _measured(self, cost: Any) -> None:
+        from jaxserve.cells import CellRuntime
+
+        cell_s = {cell: cost.task_s(cell, 1) for cell in _cells(self._requests)}
+        runtimes: dict[str, CellRuntime] = {}
 
         def play(policy: str, rate: float | None) -> dict[str, Any]:
             if policy not in runtimes:
-                model = modelled(application, sizes, contenders.batch_sizes_of(policy, sizes))
+                model = self._modelled(batch_sizes_of(policy, self._sizes))
                 # Our runtime with its default policy.
                 is_ours = policy == contenders.OURS
                 chosen = None if is_ours else contenders.policy_of(policy, cell_s=cell_s)
-                runtimes[policy] = stack.enter_context(
-                    CellRuntime(
-                        model.cells, model.unfold, policy=chosen, slot_memory=options.slot_memory
-                    )
-                )
-                warm(runtimes[policy], requests[:_WARM_REQUESTS])
-            arrivals = arrival_times(len(requests), pattern(rate), options.seed)
-            return serve(runtimes[policy], requests, arrivals)
+                memory = self._options.slot_memory
+                rt = CellRuntime(model.cells, model.unfold, policy=chosen, slot_memory=memory)
+                runtimes[policy] = stack.enter_context(rt)
+                rt.generate(self._requests[:_WARM_REQUESTS], progress=False)
+            return serve(runtimes[policy], self._requests, self._arrivals(rate))
 
-        most = capacity(requests, measured_cost, sizes)
-        _sweep(name, application, "measured", play, most, options, record, repeats=options.repeats)
+        with ExitStack() as stack:
+            most = capacity(self._requests, cost, self._sizes)
+            self._sweep("measured", play, most, repeats=self._options.repeats)
 
+    def _sweep(self, how: str, play: Play, most: float, *, repeats: int) -> None:
+        """Play all requests at once, and then at rising rates until each policy is saturated.
 
-def _sweep(
-    workload: str,
-    application: str,
-    how: str,
-    play: Play,
-    most: float,
-    options: argparse.Namespace,
-    record: Record,
-    *,
-    repeats: int,
-) -> None:
-    """Play all requests at once, and then at rising rates until each policy is saturated.
-
-    Policies take turns. When all arrive at once, batches are as full as possible, which matters for
-    buckets.
-    """
-    given = options.policies.split(",") if options.policies else None
-    names = [
-        name
-        for name in given or contenders.contenders_of(application)
-        if name in (*contenders.contenders_of(application), *contenders.OTHERS)
-    ]
-    shares = _shares(options)
-    for rate in (None, *(share * most for share in shares)):
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        is_spent = False
-        for _, name in in_turns(names, repeats):
-            label = f"{workload}, {how}, {name}, {pattern(rate)}"
-            is_spent = record.is_spent
-            if is_spent:
-                record.skip(label)
-                break
-            print(label, file=sys.stderr)
-            try:
-                runs[name].append(play(name, rate))
-            except Exception as error:
-                record.fail(label, error)
-        about = {"application": workload, "how": how, "rate": rate}
-        points: list[dict[str, Any]] = [
-            {**about, "policy": name, **(summary(own) if repeats > 1 else own[0])}
-            for name, own in runs.items()
-            if own
-        ]
-        record.result["points"] += points
-        record.save()
-        names = [point["policy"] for point in points if not is_saturated(point)]
-        if is_spent or not names:
-            return
-
-
-def _shares(options: argparse.Namespace) -> Sequence[float]:
-    if not options.shares:
-        return _SHARES
-    return numbers(options.shares, "--shares")
+        Policies take turns. When all arrive at once, batches are as full as possible, which matters
+        for buckets.
+        """
+        record, known = self._record, contenders.contenders_of(self._application)
+        given = self._options.policies.split(",") if self._options.policies else known
+        names = [name for name in given if name in (*known, *contenders.OTHERS)]
+        shares = numbers(self._options.shares or _SHARES, "--shares")
+        for rate in (None, *(share * most for share in shares)):
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            is_spent = False
+            for _, name in in_turns(names, repeats):
+                label = f"{self._name}, {how}, {name}, {pattern(rate)}"
+                is_spent = record.is_spent
+                if is_spent:
+                    record.skip(label)
+                    break
+                print(label, file=sys.stderr)
+                try:
+                    runs[name].append(play(name, rate))
+                except Exception as error:
+                    record.fail(label, error)
+            about = {"application": self._name, "how": how, "rate": rate}
+            points: list[dict[str, Any]] = [
+                {**about, "policy": name, **(summary(own) if repeats > 1 else own[0])}
+                for name, own in runs.items()
+                if own
+            ]
+            record.result["points"] += points
+            record.save()
+            names = [point["policy"] for point in points if not is_saturated(point)]
+            if is_spent or not names:
+                return
 
 
 def pattern(rate: float | None) -> str:
@@ -267,11 +237,10 @@ def capacity(requests: Sequence[CellRequest], cost: Any, sizes: Sizes) -> float:
     return len(requests) / seconds
 
 
-def _cells(requests: Sequence[CellRequest]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _cells(requests: Sequence[CellRequest]) -> Counter[str]:
+    found: Counter[str] = Counter()
     for request in requests:
-        for cell, num in request.counts().items():
-            found[cell] = found.get(cell, 0) + num
+        found.update(request.counts())
     return found
 
 

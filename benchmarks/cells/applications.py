@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.sentences import target_lengths
 from jaxserve.workload.trees import Tree, complete_tree, random_trees, with_tokens
-
-if TYPE_CHECKING:
-    from jaxserve.cells.models import CellModel
 
 APPLICATIONS = ("lstm", "seq2seq", "treelstm", "identical_trees")
 
@@ -121,8 +118,8 @@ class CellRequest:
     def counts(self) -> dict[str, int]:
         """Return how often each cell runs for it."""
         if self.tree is not None:
-            num_leaves = _num_leaves(self.tree)
-            return {"leaf": num_leaves, "internal": num_leaves - 1}
+            tokens, _ = numbered(self.tree)
+            return {"leaf": len(tokens), "internal": len(tokens) - 1}
         if self.num_output_tokens:
             return {"encoder": len(self.tokens), "decoder": self.num_output_tokens}
         return {"lstm": len(self.tokens)}
@@ -169,39 +166,29 @@ def simulated(application: str, batch_sizes: Mapping[str, Sequence[int]]) -> Sim
       batch_sizes: compiled sizes by cell.
     """
     state = {"h": _STATE}
-    reads = {"token": _COUNT, **state}
+
+    def cell(name: str, inputs: Mapping[str, ValueSpec], **more: Any) -> SimulatedCell:
+        return SimulatedCell(name, inputs, state, batch_sizes=batch_sizes[name], **more)
+
+    def chain(cell: SimulatedCell, request: CellRequest) -> Any:
+        return cell.chain({"token": request.tokens}, {"h": "h"}, h=0.0)["h"]
+
     if application == "lstm":
-        lstm = SimulatedCell("lstm", reads, state, batch_sizes=batch_sizes["lstm"])
-        return Simulated((lstm,), lambda request: Graph({"h": _chain(lstm, request.tokens)["h"]}))
+        lstm = cell("lstm", {"token": _COUNT, **state})
+        return Simulated((lstm,), lambda request: Graph({"h": chain(lstm, request)}))
     if application == "seq2seq":
-        encoder = SimulatedCell("encoder", reads, state, batch_sizes=batch_sizes["encoder"])
-        decoder = SimulatedCell(
-            "decoder",
-            # The first word of a node is its number of steps, see `decoder_steps`.
-            {"num_steps": _COUNT, **state},
-            state,
-            priority=1,
-            batch_sizes=batch_sizes["decoder"],
-            is_loop=True,
-        )
+        encoder = cell("encoder", {"token": _COUNT, **state})
+        # The first word of a node is its number of steps, which the simulation knows.
+        decoder = cell("decoder", {"num_steps": _COUNT, **state}, priority=1, is_loop=True)
 
         def translate(request: CellRequest) -> Graph:
-            node = decoder(
-                max_steps=request.max_steps,
-                num_steps=request.num_output_tokens,
-                h=_chain(encoder, request.tokens)["h"],
-            )
+            steps, h = request.num_output_tokens, chain(encoder, request)
+            node = decoder(max_steps=request.max_steps, num_steps=steps, h=h)
             return Graph({"h": node["h"]})
 
         return Simulated((encoder, decoder), translate)
-    leaf = SimulatedCell("leaf", {"token": _COUNT}, state, batch_sizes=batch_sizes["leaf"])
-    internal = SimulatedCell(
-        "internal",
-        {"left": _STATE, "right": _STATE},
-        state,
-        priority=1,
-        batch_sizes=batch_sizes["internal"],
-    )
+    leaf = cell("leaf", {"token": _COUNT})
+    internal = cell("internal", {"left": _STATE, "right": _STATE}, priority=1)
 
     def parse(request: CellRequest) -> Graph:
         assert request.tree is not None
@@ -210,50 +197,3 @@ def simulated(application: str, batch_sizes: Mapping[str, Sequence[int]]) -> Sim
         return Graph({"h": internal.tree(leaf, {"token": tokens}, pairs, **sides)["h"]})
 
     return Simulated((leaf, internal), parse)
-
-
-def decoder_steps(graph: Any, node: int) -> int:
-    """Return the steps of a simulated decoder's node, for `simulate_cells`."""
-    return int(graph.words[node][0])
-
-
-def modelled(application: str, sizes: Sizes, batch_sizes: Mapping[str, Sequence[int]]) -> CellModel:
-    """Return an application with modules of random weights; its inputs are `CellRequest`s."""
-    from flax import nnx
-
-    from benchmarks.cells.models import counted_seq2seq
-    from jaxserve.cells import models
-
-    rngs, hidden, vocab = nnx.Rngs(0), sizes.hidden_size, sizes.vocab_size
-
-    def embedded() -> models.Embedded:
-        return models.Embedded(models.LSTM(hidden, hidden, rngs=rngs), vocab, rngs=rngs)
-
-    if application == "lstm":
-        lstm = models.sequence_model(embedded(), name="lstm", batch_sizes=batch_sizes["lstm"])
-        return models.CellModel(lstm.cells, lambda request: lstm.unfold(request.tokens))
-    if application == "seq2seq":
-        decoder = models.Predicting(embedded(), rngs=rngs)
-        return counted_seq2seq(embedded(), decoder, batch_sizes)
-    tree = models.tree_lstm_model(
-        models.Leaf(vocab, hidden, hidden, rngs=rngs),
-        models.Internal(hidden, rngs=rngs),
-        leaf_batch_sizes=batch_sizes["leaf"],
-        internal_batch_sizes=batch_sizes["internal"],
-    )
-    return models.CellModel(tree.cells, lambda request: tree.unfold(request.tree))
-
-
-def _chain(cell: SimulatedCell, tokens: Sequence[int]) -> Any:
-    return cell.chain({"token": tokens}, {"h": "h"}, h=0.0)
-
-
-def _num_leaves(tree: Tree) -> int:
-    num, open = 0, [tree]
-    while open:
-        part = open.pop()
-        if isinstance(part, tuple):
-            open += part
-        else:
-            num += 1
-    return num

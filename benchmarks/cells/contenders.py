@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -94,10 +94,6 @@ def batch_sizes_of(name: str, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 def powers(most: int) -> tuple[int, ...]:
     found = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*found, most)
-
-
-def unknown(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in KNOWN]
 
 
 # The thesis's V100 computes a step of an LSTM of 1024 for 64 rows in 185 us and for 512 in 784 us

@@ -102,12 +102,17 @@ def random_weights(application: str, sizes: Sizes, seed: int) -> dict[str, np.nd
 
 
 def model_from(
-    tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]], *, folds: bool
+    tensors: Mapping[str, np.ndarray],
+    batch_sizes: Mapping[str, Sequence[int]],
+    *,
+    folds: bool,
+    returns: Sequence[str] = ("h", "c"),
 ) -> Any:
     """Return our model with these weights; its inputs are `CellRequest`s.
 
     Args:
       folds: whether products with embeddings are computed now, see `models.folded`.
+      returns: the states that results of the LSTM and of trees have.
     """
     from jaxserve.cells import models
     from jaxserve.cells.models import torch_weights
@@ -140,13 +145,13 @@ def model_from(
             internal,
             leaf_batch_sizes=batch_sizes["leaf"],
             internal_batch_sizes=batch_sizes["internal"],
-            returns=["h"],
+            returns=returns,
         )
         return models.CellModel(tree.cells, lambda request: tree.unfold(request.tree))
     encoder = embedded("encoder")
     if "decoder.kernel" not in tensors:
         lstm = models.sequence_model(
-            encoder, name="lstm", batch_sizes=batch_sizes["lstm"], returns=["h"]
+            encoder, name="lstm", batch_sizes=batch_sizes["lstm"], returns=returns
         )
         return models.CellModel(lstm.cells, lambda request: lstm.unfold(request.tokens))
     project = {"weight": tensors["project.kernel"].T, "bias": tensors["project.bias"]}

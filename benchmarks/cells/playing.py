@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from benchmarks.cells.applications import CellRequest, Simulated, decoder_steps
+from benchmarks.cells.applications import CellRequest, Simulated
 from jaxserve.cells.simulation import TaskCost
 from jaxserve.core.metrics import spread
 
@@ -169,19 +170,19 @@ def simulate(
         loop_length=decoder_length if has_loop else None,
     )
     served = _served(done.completions)
-    return {**figures_of(served, warm_share=warm_share), **_counts(done.stats, {})}
+    return {**figures_of(served, warm_share=warm_share), **_counts(done.stats)}
 
 
 def decoder_length(graph: Any, node: int) -> int:
-    """Return the steps of a node; 1 for nodes that are not decoders."""
-    return decoder_steps(graph, node) if graph.graph.max_steps[node] > 1 else 1
+    """Return the steps of a node, its first word if it is a decoder; 1 for other nodes."""
+    return int(graph.words[node][0]) if graph.graph.max_steps[node] > 1 else 1
 
 
 def serve(
     rt: CellRuntime, requests: Sequence[CellRequest], arrivals: Sequence[float]
 ) -> dict[str, Any]:
     """Return the figures of a run on the device, in real time, from `serve_all`."""
-    before = _numbers(rt.stats())
+    before = copy(rt.stats())
     served, _ = serve_all(rt, requests, arrivals)
     return {**figures_of(served), **_counts(rt.stats(), before)}
 
@@ -200,7 +201,8 @@ def serve_all(
     pending = []
     begin_s = time.perf_counter()
     for at_s, request in zip(arrivals, requests, strict=True):
-        _wait_until(begin_s + at_s)
+        while (left_s := begin_s + at_s - time.perf_counter()) > 0:
+            time.sleep(left_s if left_s < _SPIN_S else left_s - _SPIN_S)
         pending.append(rt.submit(request))
     done = [one.result() for one in pending]
     for completion in done:
@@ -213,16 +215,6 @@ def serve_all(
     return served, done
 
 
-def warm(rt: CellRuntime, requests: Sequence[CellRequest]) -> None:
-    """Run some requests, so that the first measured request finds a warm runtime."""
-    rt.generate(requests, progress=False)
-
-
-def _wait_until(time_s: float, now: Callable[[], float] = time.perf_counter) -> None:
-    while (left_s := time_s - now()) > 0:
-        time.sleep(left_s if left_s < _SPIN_S else left_s - _SPIN_S)
-
-
 def _served(completions: Sequence[Any]) -> list[Served]:
     found = []
     for completion in completions:
@@ -232,11 +224,9 @@ def _served(completions: Sequence[Any]) -> list[Served]:
     return found
 
 
-def _numbers(stats: Any) -> dict[str, float]:
-    names = ("num_tasks", "num_nodes", "num_padding", "scheduling_s", "submitting_s")
-    return {name: getattr(stats, name) for name in names}
+_COUNTERS = ("num_tasks", "num_nodes", "num_padding", "scheduling_s", "submitting_s")
 
 
-def _counts(stats: Any, before: dict[str, float]) -> dict[str, Any]:
-    own = {name: value - before.get(name, 0) for name, value in _numbers(stats).items()}
+def _counts(stats: Any, before: Any = None) -> dict[str, Any]:
+    own = {name: getattr(stats, name) - getattr(before, name, 0) for name in _COUNTERS}
     return {**own, "average_batch": own["num_nodes"] / own["num_tasks"]}

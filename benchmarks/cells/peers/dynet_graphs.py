@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.cells.peers.replay import FirstCome, answer, play, read_job, settle
-
-_SHOWN = 8
+from benchmarks.cells.peers.replay import SHOWN, folded, read_job, serve
 
 
 def main() -> None:
@@ -39,28 +37,24 @@ def main() -> None:
         def parts(gates, num: int):
             return [dy.pick_range(gates, i * hidden, (i + 1) * hidden) for i in range(num)]
 
+        def state(o, c):
+            return dy.cmult(dy.logistic(o), dy.tanh(c)), c
+
+        def leaf(token: int):
+            gates = dy.affine_transform([word_bias, of_word, dy.lookup(words, token)])
+            i, o, u = parts(gates, 3)
+            return state(o, dy.cmult(dy.logistic(i), dy.tanh(u)))
+
+        def pair(left, right):
+            both = dy.concatenate([left[0], right[0]])
+            gates = dy.affine_transform([pair_bias, of_pair, both])
+            i, left_f, right_f, o, u = parts(gates, 5)
+            c = dy.cmult(dy.logistic(i), dy.tanh(u))
+            c = c + dy.cmult(dy.logistic(left_f), left[1])
+            return state(o, c + dy.cmult(dy.logistic(right_f), right[1]))
+
         def root(request):
-            done, open = [], [request["tree"]]
-            while open:
-                part = open.pop()
-                if part is None:
-                    right_h, right_c = done.pop()
-                    left_h, left_c = done.pop()
-                    both = dy.concatenate([left_h, right_h])
-                    gates = dy.affine_transform([pair_bias, of_pair, both])
-                    i, left_f, right_f, o, u = parts(gates, 5)
-                    c = dy.cmult(dy.logistic(i), dy.tanh(u))
-                    c = c + dy.cmult(dy.logistic(left_f), left_c)
-                    c = c + dy.cmult(dy.logistic(right_f), right_c)
-                elif isinstance(part, list):
-                    open += [None, part[1], part[0]]
-                    continue
-                else:
-                    gates = dy.affine_transform([word_bias, of_word, dy.lookup(words, part)])
-                    i, o, u = parts(gates, 3)
-                    c = dy.cmult(dy.logistic(i), dy.tanh(u))
-                done.append((dy.cmult(dy.logistic(o), dy.tanh(c)), c))
-            return done.pop()[0]
+            return folded(request["tree"], leaf, pair)[0]
     else:
         words = table("encoder.table")
         # Gates are in the order i, f, o, g there, and 1 is added to f.
@@ -85,13 +79,9 @@ def main() -> None:
         roots = [root(requests[number]) for number in batch]
         dy.forward(roots)
         for number, value in zip(batch, roots, strict=True):
-            values[number] = value.npvalue()[:_SHOWN].tolist()
+            values[number] = value.npvalue()[:SHOWN].tolist()
 
-    run(list(range(min(4, len(requests)))))
-    settle()
-    startup_s = time.perf_counter() - begin_s
-    times = play(job["arrivals"], FirstCome(job["max_batch"]), run)
-    answer(startup_s, times, [values[number] for number in range(len(requests))])
+    serve(job, begin_s, run, values)
 
 
 if __name__ == "__main__":

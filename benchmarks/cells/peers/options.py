@@ -100,49 +100,42 @@ def run_peers(
         with tempfile.TemporaryDirectory(prefix="jaxserve-cells-") as folder:
             np.savez(Path(folder) / "weights.npz", **weights)
             job = {
-                **{"weights": f"{folder}/weights.npz", "size": options.size},
-                **{"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size},
-                **{"slot_memory": options.slot_memory, "folds": not options.unfolded},
-                "requests": [_described(request) for request in requests],
+                "weights": f"{folder}/weights.npz",
+                "size": options.size,
+                "hidden_size": sizes.hidden_size,
+                "vocab_size": sizes.vocab_size,
+                "slot_memory": options.slot_memory,
+                "folds": not options.unfolded,
+                "max_batch": max_batch_of(requests, sizes),
+                "requests": [
+                    {"tokens": each.tokens, "num_output_tokens": each.num_output_tokens}
+                    if each.tree is None
+                    else {"tree": each.tree}
+                    for each in requests
+                ],
             }
-            contenders = {name: commands[name] for name in (OURS, *names) if name in commands}
-            errors = {name: failed[name] for name in names if name in failed}
+            contest = _Contest(
+                {name: commands[name] for name in (OURS, *names) if name in commands},
+                peers,
+                Path(folder),
+                record,
+                {name: failed[name] for name in names if name in failed},
+            )
             rate = None
             for load in ("all at once", "moderate load"):
-                if load == "moderate load":
-                    served = [
-                        entry["requests_per_s"]
-                        for entry in found
-                        if entry["application"] == application
-                        and entry["engine"] != OURS
-                        and entry["requests_per_s"] is not None
-                    ]
-                    if not served:
-                        break
-                    rate = max(served) / 2
                 pattern = "all" if rate is None else f"poisson:{rate}"
                 job["arrivals"] = arrival_times(len(requests), pattern, options.seed)
-                runs = _interleaved(
-                    contenders,
-                    peers,
-                    job,
-                    max_batch_of(requests, sizes),
-                    Path(folder),
-                    options.repeats,
-                    errors,
-                    record,
-                    f"{application}, {load}",
-                )
+                runs = contest.runs(job, options.repeats, f"{application}, {load}")
                 for name in (OURS, *names):
-                    entry = {
-                        "application": application,
-                        "load": load,
-                        "rate": rate,
-                        "engine": name,
-                        "error": errors.get(name),
-                    }
-                    empty = {"requests_per_s": None, "latency_s": None, "runs": []}
-                    found.append({**entry, **(summary(runs[name]) if runs.get(name) else empty)})
+                    about = {"application": application, "load": load, "rate": rate, "engine": name}
+                    own = {"requests_per_s": None, "latency_s": None, "runs": []}
+                    if runs.get(name):
+                        own = summary(runs[name])
+                    found.append({**about, "error": contest.errors.get(name), **own})
+                served = [e["requests_per_s"] for e in found[-len(names) :] if e["requests_per_s"]]
+                if not served:
+                    break
+                rate = max(served) / 2
     return found
 
 
@@ -164,58 +157,60 @@ def _commands(peers: Mapping[str, CellPeer]) -> tuple[dict[str, list[str]], dict
     return commands, failed
 
 
-def _interleaved(
-    commands: Mapping[str, list[str]],
-    peers: Mapping[str, CellPeer],
-    job: Mapping[str, Any],
-    max_batch: int,
-    folder: Path,
-    repeats: int,
-    errors: dict[str, str],
-    record: Record,
-    label: str,
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of every run; a system that fails does not run again.
+@final
+@dataclass(frozen=True)
+class _Contest:
+    """Systems that take turns in a folder; one with an error does not run again."""
 
-    `max_batch` is the most requests of a batch for systems without their own limit.
-    """
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    reference: list[list[float]] | None = None
-    for number, name in in_turns(list(commands), repeats):
-        if name in errors:
-            continue
-        if record.is_spent:
-            record.skip(f"{label}, {name}, run {number + 1}")
-            continue
-        print(f"{label}: {name}", file=sys.stderr)
-        peer = peers.get(name)
-        most = max_batch if peer is None else peer.max_batch or max_batch
-        own = {**job, "variant": peer.variant if peer else "", "max_batch": most}
-        path = folder / "job.json"
-        path.write_text(json.dumps(own), encoding="utf-8")
-        try:
-            printed, peak_bytes = run(
-                [*commands[name], str(path)], folder / f"{name}.log", RUN_LIMIT_S
-            )
-            result = json.loads(printed.splitlines()[-1])
-        except (PeerError, ValueError, IndexError) as error:
-            errors[name] = str(error)
-            continue
-        if name == OURS:
-            reference = result["values"]
-        served = [
-            Served(at_s, begin, end)
-            for at_s, (begin, end) in zip(job["arrivals"], result["times"], strict=True)
-        ]
-        runs[name].append(
-            {
+    commands: Mapping[str, list[str]]
+    peers: Mapping[str, CellPeer]
+    folder: Path
+    record: Record
+    errors: dict[str, str]
+
+    def runs(
+        self, job: Mapping[str, Any], repeats: int, label: str
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return the figures of every run of a job."""
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.commands}
+        reference: list[list[float]] | None = None
+        for number, name in in_turns(list(self.commands), repeats):
+            if name in self.errors:
+                continue
+            if self.record.is_spent:
+                self.record.skip(f"{label}, {name}, run {number + 1}")
+                continue
+            print(f"{label}: {name}", file=sys.stderr)
+            try:
+                result, peak_bytes = self._run(name, job)
+            except (PeerError, ValueError, IndexError) as error:
+                self.errors[name] = str(error)
+                continue
+            values = result["values"]
+            reference = values if name == OURS else reference
+            served = [
+                Served(at_s, begin, end)
+                for at_s, (begin, end) in zip(job["arrivals"], result["times"], strict=True)
+            ]
+            figures = {
                 **figures_of(served, warm_share=0.0),
                 "startup_s": result["startup_s"],
                 "peak_host_bytes": peak_bytes,
-                "agreeing": None if reference is None else _agreeing(result["values"], reference),
+                "agreeing": None if reference is None else _agreeing(values, reference),
             }
-        )
-    return runs
+            runs[name].append(figures)
+        return runs
+
+    def _run(self, name: str, job: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        peer = self.peers.get(name)
+        own = {**job, "variant": peer.variant if peer else ""}
+        if peer and peer.max_batch:
+            own["max_batch"] = peer.max_batch
+        path = self.folder / "job.json"
+        path.write_text(json.dumps(own), encoding="utf-8")
+        log = self.folder / f"{name}.log"
+        printed, peak_bytes = run([*self.commands[name], str(path)], log, RUN_LIMIT_S)
+        return json.loads(printed.splitlines()[-1]), peak_bytes
 
 
 def _agreeing(values: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:
@@ -224,9 +219,3 @@ def _agreeing(values: Sequence[Sequence[float]], reference: Sequence[Sequence[fl
         for a, b in zip(values, reference, strict=True)
     ]
     return sum(same) / len(same)
-
-
-def _described(request: CellRequest) -> dict[str, Any]:
-    if request.tree is not None:
-        return {"tree": request.tree}
-    return {"tokens": request.tokens, "num_output_tokens": request.num_output_tokens}

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 _SPIN_S = 0.001
+# Values of each answer that are compared.
+SHOWN = 8
 
 
 class Queue(Protocol):
@@ -106,6 +108,44 @@ def settle() -> None:
 def read_job() -> dict[str, Any]:
     with open(sys.argv[1], encoding="utf-8") as file:
         return json.load(file)
+
+
+def folded(tree: Any, leaf: Callable[[int], Any], pair: Callable[[Any, Any], Any]) -> Any:
+    """Return what the pairs of a tree make of its leaves, from the leaves to the root."""
+    done: list[Any] = []
+    left_open = [tree]
+    while left_open:
+        part = left_open.pop()
+        if part is None:
+            right = done.pop()
+            done.append(pair(done.pop(), right))
+        elif isinstance(part, list):
+            left_open += [None, part[1], part[0]]
+        else:
+            done.append(leaf(part))
+    return done.pop()
+
+
+def serve(
+    job: dict[str, Any],
+    begin_s: float,
+    run: Callable[[list[int]], Any],
+    values: dict[int, Any],
+    queue: Queue | None = None,
+) -> None:
+    """Serve a job: a warm-up, the requests as they arrive, and the answer.
+
+    Args:
+      begin_s: when the process began, by `time.perf_counter`.
+      run: computes the requests with these numbers, and puts their `values`.
+      queue: makes the batches; by default of the first that wait.
+    """
+    count = len(job["requests"])
+    run(list(range(min(4, count))))
+    settle()
+    startup_s = time.perf_counter() - begin_s
+    times = play(job["arrivals"], queue or FirstCome(job["max_batch"]), run)
+    answer(startup_s, times, [values[number] for number in range(count)])
 
 
 def answer(

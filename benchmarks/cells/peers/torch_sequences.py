@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.cells.peers.replay import Buckets, FirstCome, answer, play, read_job, settle
+from benchmarks.cells.peers.replay import SHOWN, Buckets, read_job, serve
 
 _WIDTH = 10
-_SHOWN = 8  # values of each answer that are compared
 
 
 def main() -> None:
@@ -19,7 +18,7 @@ def main() -> None:
     job = read_job()
     tensors = {name: torch.from_numpy(value) for name, value in np.load(job["weights"]).items()}
     hidden, vocab = job["hidden_size"], job["vocab_size"]
-    requests, size, packs = job["requests"], job["max_batch"], job["variant"] == "packed"
+    requests, packs = job["requests"], job["variant"] == "packed"
 
     def step(prefix: str) -> tuple[torch.nn.Embedding, torch.nn.LSTM]:
         lstm = torch.nn.LSTM(hidden, hidden, batch_first=True)
@@ -76,7 +75,7 @@ def main() -> None:
             decode(batch, state)
         else:
             for row, number in enumerate(batch):
-                values[number] = state[0][0, row, :_SHOWN].tolist()
+                values[number] = state[0][0, row, :SHOWN].tolist()
 
     def decode(batch: list[int], state) -> None:
         assert decoder is not None and embed_out is not None
@@ -90,15 +89,11 @@ def main() -> None:
             steps.append(token)
         tokens = torch.cat(steps, 1)
         for row, number in enumerate(batch):
-            values[number] = tokens[row, : left[row]][:_SHOWN].tolist()
+            values[number] = tokens[row, : left[row]][:SHOWN].tolist()
 
-    run(list(range(min(4, len(requests)))))
-    settle()
-    startup_s = time.perf_counter() - begin_s
     lengths = [len(request["tokens"]) for request in requests]
-    queue = FirstCome(size) if packs else Buckets(lengths, _WIDTH, size)
-    times = play(job["arrivals"], queue, run)
-    answer(startup_s, times, [values[number] for number in range(len(requests))])
+    queue = None if packs else Buckets(lengths, _WIDTH, job["max_batch"])
+    serve(job, begin_s, run, values, queue)
 
 
 if __name__ == "__main__":

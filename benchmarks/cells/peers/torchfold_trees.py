@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.cells.peers.replay import FirstCome, answer, play, read_job, settle
-
-_SHOWN = 8
+from benchmarks.cells.peers.replay import SHOWN, folded, read_job, serve
 
 
 def main() -> None:
@@ -45,32 +43,21 @@ def main() -> None:
 
     def root(fold: Any, request: Any) -> Any:
         """Add the nodes of a tree, and return a reference to the root's h."""
-        done: list[Any] = []
-        open: list[Any] = [request["tree"]]
-        while open:
-            part = open.pop()
-            if part is None:
-                right, left = done.pop(), done.pop()
-                done.append(fold.add("pair", *left, *right).split(2))
-            elif isinstance(part, list):
-                open += [None, part[1], part[0]]
-            else:
-                done.append(fold.add("leaf", part).split(2))
-        return done.pop()[0]
+        return folded(
+            request["tree"],
+            lambda token: fold.add("leaf", token).split(2),
+            lambda left, right: fold.add("pair", *left, *right).split(2),
+        )[0]
 
     @torch.inference_mode()
     def run(batch: list[int]) -> None:
         fold = torchfold.Fold()
         roots = [root(fold, requests[number]) for number in batch]
         (states,) = fold.apply(cells, [roots])
-        for number, value in zip(batch, states[:, :_SHOWN].tolist(), strict=True):
+        for number, value in zip(batch, states[:, :SHOWN].tolist(), strict=True):
             values[number] = value
 
-    run(list(range(min(4, len(requests)))))
-    settle()
-    startup_s = time.perf_counter() - begin_s
-    times = play(job["arrivals"], FirstCome(job["max_batch"]), run)
-    answer(startup_s, times, [values[number] for number in range(len(requests))])
+    serve(job, begin_s, run, values)
 
 
 def _give_back_names(torch: Any) -> None:
