@@ -1,14 +1,16 @@
-"""Small result files of every kind, with made-up numbers."""
+"""Small result files with made-up numbers, for kinds whose sentences and charts tests know."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.environment import ROOT
 from benchmarks.common.repeats import Figures, summary
-from benchmarks.figures.__main__ import README
+from benchmarks.figures.__main__ import README, RESULTS, load
 from benchmarks.figures.tables import PAGES
 
 HERE = {"device": {"platform": "cpu", "kind": "cpu", "host_cpu": "a CPU", "host_cores": 2}}
@@ -52,7 +54,7 @@ def _start(seconds: float) -> Figures:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """Return small results by kind."""
+    """Return small results by kind; those of other kinds are in benchmarks/results."""
     speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
     requests = [
         {"num_output_tokens": 8, "arrival_s": i, "first_token_s": i + 1.0, "finished_s": i + 5.0}
@@ -149,14 +151,6 @@ def results() -> dict[str, dict[str, Any]]:
     made = {
         "offline": offline,
         "http": _http(),
-        "structured": {
-            **{"repeats": 2, "arguments": ARGUMENTS},
-            **{
-                kind: summary([_tokens(speed), _tokens(2 * speed)])
-                for kind, speed in (("with", 97.0), ("without", 100.0))
-            },
-            "costs": summary([{"throughput_share": 0.97}, {"throughput_share": 0.98}]),
-        },
         "policies": {"repeats": 3, "policies": policies, "arguments": ARGUMENTS},
         "online": {"repeats": 1, "policies": points, "arguments": ARGUMENTS},
         "conversations": {
@@ -171,76 +165,11 @@ def results() -> dict[str, dict[str, Any]]:
         },
         "flover": {"repeats": 1, **flover, "arguments": ARGUMENTS},
         "simulate": {"repeats": 3, "policies": simulated},
-        "predictor": {
-            **{"settings": {"data": "sharegpt"}, "bucket_edges": [0, 10, 20]},
-            "num_examples": {"test": 30},
-            "contenders": [
-                {
-                    **{"name": "a predictor", "accuracy": 0.5, "wrong_by": 1.2},
-                    **{"error_tokens": 3.0, "under_prediction": 0.2},
-                    "promises": {"0.1": {"missed": 0.11, "reserved_tokens": 17.0}},
-                }
-            ],
-        },
-        "probe": {
-            "num_answers": {"test": 30},
-            "figures": [
-                {"name": name, "elapsed": elapsed, "error_tokens": error, "accuracy": 0.5}
-                for name, error in (("survival", 60.0), ("refined", 30.0))
-                for elapsed in (0, 16, None)
-            ],
-            "cost": {
-                **{"iteration_us_without": 1000.0, "iteration_us_with": 1010.0},
-                **{"slower_by": 0.01, "batch_size": 8},
-            },
-        },
         "s3": {
             "arguments": ARGUMENTS,
             "models": {"a model": {"orca": s3, "auto": s3, "s3_oracle": {**s3, **faster}}},
             "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
             "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
-        },
-        "pensieve": {
-            "arguments": {"bound": 0.2, "efficiency": 0.5, "seconds": 500.0},
-            "sets": [
-                {
-                    **{"figure": "3.12", "model": "a model", "gain": 1.25},
-                    **{"min_rounds": 1, "reaction_s": 60.0},
-                    "policies": {
-                        policy: {
-                            "points": talks["orca"]["points"],
-                            "requests_per_s_at_bound": served,
-                            "of_stateless": served,
-                        }
-                        for policy, served in (("pensieve_lru", None), ("pensieve", 1.5))
-                    },
-                }
-            ],
-        },
-        "scattered": {
-            "repeats": 1,
-            "note": "Made up.",
-            "arguments": {"batch": 32, "queries": 8},
-            "contexts": [
-                {
-                    **{"context": 128, "over_pages_s": 0.001},
-                    **{"copied_out_s": 0.003, "one_token_at_a_time_s": 0.002},
-                }
-            ],
-        },
-        "restore": {
-            **{"repeats": 2, "arguments": {"model": "m"}, "page_bytes": 1e6},
-            "points": [
-                {
-                    **{"situation": "waits", "length": 1024, "way": "prefetch"},
-                    **summary(
-                        [
-                            {"first_token_s": 0.2, "others_lost_s": 0.1},
-                            {"first_token_s": 0.4, "others_lost_s": 0.1},
-                        ]
-                    ),
-                }
-            ],
         },
         "startup": {
             **{"repeats": 3, "model": "a-model", "settings": {}},
@@ -259,42 +188,6 @@ def results() -> dict[str, dict[str, Any]]:
                 way: {"wall_s": wall_s, "sum_s": 3.0, "executables": {"one": 1.0, "two": 2.0}}
                 for way, wall_s in (("serial", 3.1), ("parallel", 1.6))
             },
-        },
-        "loading": {
-            "repeats": 1,
-            **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
-            **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
-        },
-        "planning": {
-            **{"repeats": 2, "arguments": {"against": "before"}},
-            "points": {
-                checkout: [
-                    {
-                        **{"policy": "orca", "max_slots": 32, "num_waiting": 2000},
-                        **summary(
-                            [
-                                {
-                                    "planning_ms": {"p50": 0.1, "p99": 0.2 + more, "max": 0.3},
-                                    "host_ms": {"p50": 0.3 + more, "p99": 0.9 + more},
-                                }
-                                for more in (0.0, 0.1)
-                            ]
-                        ),
-                    }
-                ]
-                for checkout in ("here", "against")
-            },
-        },
-        "sharding": {
-            **{"rows": 16, "model": {"layers": 8}},
-            "runs": [
-                {"plan": "1", "decode": {"bytes": 0, "least_bytes": 0}},
-                {
-                    "plan": "4+4",
-                    "decode": {"bytes": 1030, "least_bytes": 1000},
-                    "pipeline": {"bubble": 0.02, "ideal_bubble": 0.01},
-                },
-            ],
         },
         "roles": {
             "repeats": 2,
@@ -324,32 +217,6 @@ def results() -> dict[str, dict[str, Any]]:
                     ),
                 }
             ],
-        },
-        "invariance": {
-            **{"repeats": 2, "num_requests": 4, "arguments": ARGUMENTS},
-            "ways": {
-                way: {
-                    **{"num_batches": 3, "num_pairs": 9, "num_different": 0},
-                    **{"num_preemptions": 2, "num_pages_in": 5, "num_prefix_hit": 70},
-                }
-                for way in ("whole", "small pool")
-            },
-            "scores": {"num_answers": 4, "num_different": 0, "largest_difference": 0.0},
-            "processed_scores": {"num_answers": 3, "num_different": 1, "largest_difference": 0.1},
-            "cost": {
-                mode: summary([{"tokens_per_s": 10.0 * speed} for speed in (1, 2)])
-                for mode in ("ordinary", "deterministic")
-            },
-        },
-        "residual": {
-            **{"repeats": 1, "arguments": ARGUMENTS},
-            "modes": {
-                mode: {
-                    **{"num_tokens": 80, "num_different": 70, "largest": 0.03, "mean": 0.002},
-                    **{"largest_ratio_error": 0.031, "kl": 4e-6},
-                }
-                for mode in ("deterministic", "KV in int8")
-            },
         },
         "adapters": {
             **{"repeats": 2, "arguments": ARGUMENTS | {"rank": 16}, "load_s": 0.25},
@@ -395,41 +262,6 @@ def results() -> dict[str, dict[str, Any]]:
                 }
             },
         },
-        "quality": {
-            **{"model": "tiny", "dtype": "float32", "num_tokens": 1500},
-            "unquantised": {"perplexity": 10.0, "weights_bytes": 400e6},
-            "formats": {
-                "int8": {
-                    **{"perplexity": 10.5, "divergence": 0.02, "agreement": 0.95},
-                    "weights_bytes": 100e6,
-                }
-            },
-            "warnings": ["int8: the perplexity is 1.05 times the unquantised model's"],
-        },
-        "coverage": {
-            "repeats": 1,
-            "counts": {"agrees": 1, "refused": 1, "disagrees": 0, "fails": 0},
-            "architectures": {
-                "llama": {
-                    **{"class_name": "LlamaForCausalLM", "outcome": "agrees", "family": "llama"},
-                    **{"error": 1e-6, "shortfall": 0.0},
-                },
-                "rwkv": {
-                    **{"class_name": "RwkvForCausalLM", "outcome": "refused", "family": None},
-                    **{"nearest": "mamba2", "unread": ["rescale_every"], "reason": "not there"},
-                },
-            },
-        },
-        "policies_grid": {
-            "arguments": {"num_requests": 64, "max_slots": 8, "no_host": True},
-            "rows": [
-                {
-                    **{"workload": "S", "pool": "tight", "policy": policy, "predictor": "none"},
-                    **{"output_tokens_per_s": rate, "latency_s": {"p99": 30.0 / rate}},
-                }
-                for policy, rate in (("vllm_like", 10.0), ("auto", 11.0))
-            ],
-        },
         "gpu_check": {
             "bars": [
                 {"what": "idle", "wanted": "< 2%", "found": "1.5%", "verdict": "met"},
@@ -438,13 +270,8 @@ def results() -> dict[str, dict[str, Any]]:
         },
     }
     made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds(), "cells": _cells()}
-    made |= {"exegpt_measured": _exegpt_measured(), "exegpt_drift": _exegpt_drift()}
+    made |= {"exegpt_drift": _exegpt_drift()}
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
-
-
-def _tokens(speed: float) -> dict[str, Any]:
-    times = {"tokens_per_s": speed, "token_s": 1 / speed, "mask_token_s": 0.1 / speed}
-    return {**times, "forced_share": 0.4, "host_gap_share": 0.1}
 
 
 def _http() -> dict[str, Any]:
@@ -577,32 +404,6 @@ def _exegpt_bounds() -> dict[str, Any]:
     }
 
 
-def _exegpt_measured() -> dict[str, Any]:
-    """Return two schedules, of which the simulation of one is far off."""
-    names = ("output_tokens_per_s", "p50_s", "p99_s", "first_token_p50_s")
-    run = {name: 2.0 + i for i, name in enumerate(names)}
-    schedules = [
-        {
-            **{"schedule": f"{shape} 2 4", "groups": groups, "tokens_agree": True},
-            "measured": summary([run, {name: 1.1 * value for name, value in run.items()}]),
-            "simulated": run,
-            "error": dict.fromkeys(names, error),
-        }
-        for shape, groups, error in (("rra", "1", 0.02), ("waa", "1/1", -0.2))
-    ]
-    return {
-        **{"repeats": 2, "arguments": ARGUMENTS, "schedules": schedules},
-        "policies": [{"policy": "auto", "tokens_agree": True}],
-        "errors": dict.fromkeys(names, {"median": 0.11, "most": 0.2}),
-        **{
-            "num_within_5%": 1,
-            "num_within_10%": 1,
-            "all_tokens_agree": True,
-            "skipped": ["waa 4 8 on 3/3"],
-        },
-    }
-
-
 def _exegpt_drift() -> dict[str, Any]:
     """Return one change, after which the schedule that was left alone misses its bound."""
 
@@ -656,6 +457,12 @@ def _cells() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _committed() -> dict[str, dict[str, Any]]:
+    """Return the first committed result of each kind."""
+    return {each.kind: each.data for each in reversed(load(ROOT / RESULTS))}
+
+
 def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
     """Write a folder with pages, markers and one result of each of these kinds."""
     for page in (README, *PAGES):
@@ -665,9 +472,10 @@ def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
             "# Before\n\n<!-- results:begin -->\nreplaced\n<!-- results:end -->\n\nAfter\n",
             encoding="utf-8",
         )
-    folder = root / "benchmarks" / "results"
+    folder = root / RESULTS
     folder.mkdir(parents=True)
+    made = results()
     for kind in kinds:
-        text = json.dumps(results()[kind])
+        text = json.dumps(made.get(kind) or _committed()[kind])
         (folder / f"{kind}_made_up.json").write_text(text, encoding="utf-8")
     return root
