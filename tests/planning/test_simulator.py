@@ -10,7 +10,6 @@ from jaxserve import Runtime
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import PromptTooLongError
 from jaxserve.core.metrics import summarise
-from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.kv.manager import SwapCosts
@@ -20,20 +19,15 @@ from jaxserve.testing.tiny import random_prompts, tiny_llama
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
 from tests.planning.step_times import CONFIG, made_up
+from tests.scheduling.simulated import SECOND, item_of
 
-SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 TWO_SLOTS = EngineConfig(
     num_pages=20, max_slots=2, max_context=64, max_step_tokens=64, max_decode_iterations=1
 )
 
 
 def _item(num_output: int, arrival_s: float = 0.0, max_tokens: int | None = None) -> WorkloadItem:
-    return WorkloadItem(
-        prompt_token_ids=(1, 2, 3),
-        num_output_tokens=num_output,
-        max_tokens=max_tokens or num_output,
-        arrival_s=arrival_s,
-    )
+    return replace(item_of(num_output, arrival_s), max_tokens=max_tokens or num_output)
 
 
 def _run(items, policy: Policy | str, config=TWO_SLOTS, cost=SECOND) -> Simulation:

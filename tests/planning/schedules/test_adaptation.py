@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.planning import GroupTimes, simulate
+from jaxserve.planning import simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot, task_of
 from jaxserve.planning.schedules.lengths import lengths_of
@@ -29,7 +29,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import CONFIG, GROUPS, like_a_small_model
 
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
 
@@ -129,13 +129,7 @@ def test_answers_that_run_are_no_evidence_of_short_ones():
     """Of 200 new answers only the short ones have ended: the schedule stays, as they are alike."""
     adaptation = _adaptation(_answers(600, 120, seed=0), 3.0)
     newest = _answers(400, 120, seed=1, begin_s=1000)
-    running = [
-        AnswerLength(
-            admitted_s=a.admitted_s, num_prompt=a.num_prompt, num_output=30, has_ended=False
-        )
-        for a in newest
-        if a.num_output > 30
-    ]
+    running = [replace(a, num_output=30, has_ended=False) for a in newest if a.num_output > 30]
     adaptation.observe([a for a in newest if a.num_output <= 30])
     assert adaptation.revised(running) is None and not adaptation.num_searches
 
@@ -152,7 +146,7 @@ def test_predictions_tell_the_rest_of_answers_that_run():
     assert outputs.probabilities[20] == pytest.approx(0.5)
     assert outputs.probabilities[:51].sum() == pytest.approx(0.5)
     assert outputs.mean == pytest.approx((20 + 75.5) / 2)
-    over = AnswerLength(admitted_s=1, num_prompt=5, num_output=120, has_ended=False, estimate=even)
+    over = replace(running, num_output=120)
     assert task_of([over]).outputs.percentile(0.5) == 121
 
 
@@ -207,10 +201,7 @@ def test_a_schedule_that_keeps_the_bounds_stays():
 
 def test_a_tighter_bound_is_searched_for_once():
     """Also for two device groups: later searches wait as ever."""
-    times = GroupTimes(
-        groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
-    )
-    planner, known = WAAPlanner(times=times, config=lambda: CONFIG), _answers(300, 120, seed=0)
+    planner, known = WAAPlanner(times=GROUPS, config=lambda: CONFIG), _answers(300, 120, seed=0)
     plan = planner.plan(task_of(known), LatencyBounds(), num_lengths=len(known))
     adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=known)
     bounded = [

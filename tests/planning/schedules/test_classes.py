@@ -13,7 +13,7 @@ import pytest
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError
 from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.planning import GroupTimes, simulate
+from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     LatencyBounds,
     Points,
@@ -46,13 +46,10 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import CONFIG, GROUPS, like_a_small_model
 
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
 PLAYER = Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG)
-GROUPS = GroupTimes(
-    groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
-)
 PLANNERS = {
     "rra": PLANNER,
     "continuous": ContinuousPlanner(PLAYER),

@@ -7,12 +7,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InfeasibleBoundError
-from jaxserve.planning import GroupTimes, StepTimes, simulate
+from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules import LatencyBounds, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption, DivisionRule
@@ -21,12 +20,7 @@ from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.schedule import AllocationPolicy, Division
 from jaxserve.planning.step_times import GroupSizes, derived
-from jaxserve.scheduling.admission import OnDemand
-from jaxserve.scheduling.order import FCFS
-from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention import Stateless
-from jaxserve.workload import WorkloadItem
-from tests.planning.schedules.step_times import like_a_small_model
+from tests.planning.schedules.step_times import like_a_small_model, rate, served
 
 SMALL = EngineConfig(
     page_size=16,
@@ -144,16 +138,8 @@ def _simulated(lengths: list[tuple[int, int]], plan: SchedulePlan) -> float:
     """Return the answers per second of the middle third of answers that all wait."""
     division = plan.schedule.division
     assert division is not None
-    simulation = simulate(
-        [WorkloadItem(prompt_token_ids=(1,) * i, num_output_tokens=o) for i, o in lengths * 8],
-        Policy("waa", OnDemand(), FCFS(), plan.iteration(), Stateless()),
-        SMALL,
-        _times(division.encode, division.decode).costs(),
-        progress=False,
-    )
-    ends = np.sort([completion.timing.finished_s or 0.0 for completion in simulation.completions])
-    low, high = len(ends) // 3, 2 * len(ends) // 3
-    return (high - low) / (ends[high] - ends[low])
+    costs = _times(division.encode, division.decode).costs()
+    return rate(served(lengths * 8, plan.iteration(), costs, SMALL))
 
 
 def test_a_move_that_does_not_pay_is_not_made_and_the_plan_says_why():

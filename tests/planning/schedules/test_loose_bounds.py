@@ -15,7 +15,7 @@ from jaxserve.planning.schedules.families import planner_of
 from jaxserve.planning.schedules.observed import AnswerLength, classes_of
 from jaxserve.planning.schedules.played import Player
 from jaxserve.scheduling.presets import PRESETS
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import CONFIG, like_a_small_model, lowest_s
 
 PLANNER = planner_of(Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG))
 NUM = 300
@@ -36,25 +36,23 @@ def _answers(begin_s: float = 0.0, bound_s: float | None = None) -> list[AnswerL
 
 
 @pytest.fixture(scope="module")
-def lowest_s() -> float:
+def lowest() -> float:
     """The lowest bound that a schedule keeps without requests that have bounds of their own."""
-    with pytest.raises(InfeasibleBoundError) as refused:
-        PLANNER.plan(task_of(_answers()), LatencyBounds(latency_s=1e-6), num_lengths=NUM)
-    return refused.value.lowest["latency_s"]
+    return lowest_s(PLANNER, task_of(_answers()))
 
 
 @pytest.mark.release
-def test_the_class_is_left_out_where_both_cannot_be_kept(lowest_s: float, caplog):
+def test_the_class_is_left_out_where_both_cannot_be_kept(lowest: float, caplog):
     """Its reserved slots would cost the bound; a warning names it, and a plan without it is found.
 
     The error before that says the lowest bound without the reserved slots.
     """
     answers = _answers(bound_s=60.0)
     task, classes = task_of(answers), classes_of(answers, CONFIG.max_slots)
-    bounds = LatencyBounds(latency_s=1.1 * lowest_s)
+    bounds = LatencyBounds(latency_s=1.1 * lowest)
     with pytest.raises(InfeasibleBoundError) as refused:
         PLANNER.plan(task, bounds, num_lengths=NUM, classes=classes)
-    assert refused.value.lowest["latency_s"] == pytest.approx(lowest_s)
+    assert refused.value.lowest["latency_s"] == pytest.approx(lowest)
     with caplog.at_level(logging.WARNING, "jaxserve"):
         assert PLANNER.possible(task, bounds, classes) == ()
     assert "no slots are reserved for requests with latency_bound=60" in caplog.text
@@ -62,18 +60,18 @@ def test_the_class_is_left_out_where_both_cannot_be_kept(lowest_s: float, caplog
 
 
 @pytest.mark.release
-def test_classes_stay_where_the_bounds_are_infeasible_without_them(lowest_s: float):
+def test_classes_stay_where_the_bounds_are_infeasible_without_them(lowest: float):
     """Then the bounds of all are at fault, and a search without the class would find nothing."""
     answers = _answers(bound_s=60.0)
     task, classes = task_of(answers), classes_of(answers, CONFIG.max_slots)
-    bounds = LatencyBounds(latency_s=0.5 * lowest_s)
+    bounds = LatencyBounds(latency_s=0.5 * lowest)
     assert PLANNER.possible(task, bounds, classes) == classes
 
 
 @pytest.mark.release
-def test_an_adapted_plan_keeps_its_bounds(lowest_s: float, caplog):
+def test_an_adapted_plan_keeps_its_bounds(lowest: float, caplog):
     """A single request with a bound of ten minutes does not make a plan miss its own."""
-    bounds, known = LatencyBounds(latency_s=1.8 * lowest_s), _answers()
+    bounds, known = LatencyBounds(latency_s=1.8 * lowest), _answers()
     plan = PLANNER.plan(task_of(known), bounds, num_lengths=NUM)
     adaptation = Adaptation(PLANNER, bounds, plan=plan, answers=known)
     with caplog.at_level(logging.WARNING, "jaxserve"):

@@ -12,10 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
-from jaxserve.core.request import Timing
-from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     LatencyBounds,
     LayerPhase,
@@ -30,14 +27,16 @@ from jaxserve.planning.schedules import (
     measured_deployment,
 )
 from jaxserve.planning.step_times import Curve
-from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.order import FCFS
-from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention import Stateless
-from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model, plan_rra
+from tests.planning.schedules.step_times import (
+    CONFIG,
+    like_a_small_model,
+    plan_rra,
+    rate,
+    served,
+    spent_s,
+)
 
 Lengths: TypeAlias = Sequence[tuple[int, int]]
 
@@ -45,32 +44,6 @@ Lengths: TypeAlias = Sequence[tuple[int, int]]
 def _lengths(num: int, seed: int) -> tuple[tuple[int, int], ...]:
     rng = random.Random(seed)
     return tuple((rng.randint(20, 100), rng.randint(8, 120)) for _ in range(num))
-
-
-def _throughput(lengths: Lengths, iteration: RRA) -> tuple[float, list[float]]:
-    """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
-    return _rate(_simulated(lengths, iteration))
-
-
-def _rate(timings: list[Timing]) -> tuple[float, list[float]]:
-    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
-    low, high = len(ends) // 3, 2 * len(ends) // 3
-    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
-    return (high - low) / (ends[high] - ends[low]), spent
-
-
-def _simulated(lengths: Lengths, iteration: RRA, config: EngineConfig = CONFIG) -> list[Timing]:
-    simulation = simulate(
-        [
-            WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
-            for num_prompt, num_output in lengths
-        ],
-        Policy("rra", OnDemand(), FCFS(), iteration, Stateless()),
-        config,
-        like_a_small_model(config),
-        progress=False,
-    )
-    return [completion.timing for completion in simulation.completions]
 
 
 def test_an_iteration_costs_what_was_measured():
@@ -166,7 +139,7 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
         encode_tokens=schedule.encode_tokens,
         decode_batch=schedule.decode_batch,
     )
-    throughput, _ = _throughput(lengths, iteration)
+    throughput = rate(served(lengths, iteration, like_a_small_model()))
     assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
 
 
@@ -180,9 +153,9 @@ def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
         plan_rra(times, config, lengths, 1e-6)
     bound_s = share * refused.value.lowest["latency_s"]
     plan = plan_rra(times, config, lengths, bound_s)
-    throughput, spent = _rate(_simulated(lengths, plan.iteration(), config))
-    assert plan.answers_per_s == pytest.approx(throughput, rel=0.1)
-    assert np.mean(np.array(spent) <= bound_s) >= 0.99
+    timings = served(lengths, plan.iteration(), times, config)
+    assert plan.answers_per_s == pytest.approx(rate(timings), rel=0.1)
+    assert np.mean(spent_s(timings) <= bound_s) >= 0.99
 
 
 @pytest.mark.parametrize("share", some([1.05, 1.5, 4.0, math.inf]))
@@ -192,9 +165,9 @@ def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     bound_s = share * _lowest_s(lengths)
     plan = _plan(lengths, bound_s)
     assert plan.latency_s <= bound_s
-    throughput, spent = _throughput(lengths, plan.iteration())
-    assert plan.answers_per_s == pytest.approx(throughput, rel=0.1)
-    assert np.mean(np.array(spent) <= bound_s) >= 0.99
+    timings = served(lengths, plan.iteration(), like_a_small_model())
+    assert plan.answers_per_s == pytest.approx(rate(timings), rel=0.1)
+    assert np.mean(spent_s(timings) <= bound_s) >= 0.99
 
 
 @pytest.mark.parametrize(
@@ -208,7 +181,7 @@ def test_a_bound_on_tokens_is_kept_in_the_simulation(kind: str, share: float):
     plan = plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": bound_s})
     assert getattr(plan, name) <= bound_s < getattr(free, name)
     assert plan.keeps_bounds and plan.answers_per_s < free.answers_per_s
-    timings = _simulated(lengths, plan.iteration())
+    timings = served(lengths, plan.iteration(), like_a_small_model())
     spent = {
         "first_token": [(t.first_token_s or 0) - (t.admitted_s or 0) for t in timings],
         # Long answers, whose mean per token the bound is for.

@@ -9,23 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, SchedulePlan, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.scheduling.admission import OnDemand
-from jaxserve.scheduling.order import FCFS
-from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention import Stateless
-from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import Lengths
 from tests.common.tiers import some
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import CONFIG, GROUPS, served, spent_s
 
-GROUPS = GroupTimes(
-    groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
-)
 PLANNER = WAAPlanner(times=GROUPS, config=lambda: CONFIG)
 INPUTS, OUTPUTS = Lengths(mean=50, std=15, most=90), Lengths(mean=40, std=15, most=90)
 NUM_BEFORE, NUM_AFTER = 300, 1000
@@ -48,15 +39,9 @@ def _served(
 
     The last eighth is left out, beside which no new answers are admitted.
     """
-    items = [
-        WorkloadItem(prompt_token_ids=(1,) * prompt, num_output_tokens=output)
-        for prompt, output in lengths
-    ]
-    policy = Policy("waa", OnDemand(), FCFS(), plan.iteration(), Stateless())
-    run = simulate(items, policy, CONFIG, GROUPS.costs(), pilot=pilot, progress=False)
-    timings = [completion.timing for completion in run.completions]
+    timings = served(lengths, plan.iteration(), GROUPS.costs(), pilot=pilot)
     admitted = np.array([timing.admitted_s for timing in timings])
-    spent = np.array([timing.finished_s for timing in timings]) - admitted
+    spent = spent_s(timings)
     last = len(lengths) - NUM_AFTER // 8
     return [
         (
