@@ -18,6 +18,17 @@ TOKEN_CONFIG = {
 }
 
 
-def run(*arguments: str, given: str | None = None) -> Result:
-    """Run a command in this process; `given` is its standard input."""
-    return CliRunner().invoke(app, list(arguments), input=given)
+# Options of commands that answer with a tiny model.
+SMALL = "--load random --max-slots 1 --max-context 64 --quiet"
+
+
+def run(line: str, *more: str, given: str | None = None) -> Result:
+    """Run a line in this process, with `more` arguments; `given` is its standard input."""
+    return CliRunner().invoke(app, [*line.split(), *more], input=given)
+
+
+def assert_refused(done: Result, said: str, code: int = 2) -> None:
+    """Check that a command ended with one message, without a traceback and without output."""
+    assert done.exit_code == code, done.output
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr and done.stdout == ""

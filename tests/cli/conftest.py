@@ -1,4 +1,4 @@
-"""A model folder that the tests of several commands share."""
+"""Model folders that the tests of several commands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import json
 
 import pytest
 
+from jaxserve.testing import write_chat_model
 from tests.cli.common import TOKEN_CONFIG
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory) -> str:
+    """A folder with a chat template and a tokenizer; weights are random."""
+    return write_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="package")

@@ -38,11 +38,11 @@ main()
 class Terminal:
     """A command that runs on its own pseudo-terminal."""
 
-    def __init__(self, *arguments: str):
+    def __init__(self, line: str):
         self._ours, theirs = pty.openpty()
         self._said = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
+            [sys.executable, "-c", ON_ITS_TERMINAL, *line.split()],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -86,8 +86,8 @@ class Terminal:
 
 
 @contextmanager
-def _terminal(*arguments: str) -> Iterator[Terminal]:
-    terminal = Terminal(*arguments)
+def _terminal(line: str) -> Iterator[Terminal]:
+    terminal = Terminal(line)
     try:
         yield terminal
     finally:
@@ -102,23 +102,15 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     journal = tmp_path / "journal" / "kept.sqlite"
     journal.parent.mkdir()
     chat = (
-        *(
-            "chat",
-            "--model",
-            write_chat_model(folder),
-            "--load",
-            "random",
-            "--max-context",
-            "16384",
-        ),
-        *("--quiet", "--journal", str(journal), "--id", "mine"),
+        f"chat --model {write_chat_model(folder)} --load random --max-context 16384 --quiet "
+        f"--journal {journal} --id mine --max-tokens 16000"
     )
     home = conversations(str(journal), tokenizer=Tokenizer.from_folder(folder))
     home.open("mine").send("hi")
     home.journal.close()
     (before,) = _turns(journal)
 
-    with _terminal(*chat, "--max-tokens", "16000") as terminal:
+    with _terminal(chat) as terminal:
         terminal.wait_for(b"continues after 1 turns")
         terminal.wait_for(b"\r\n> ")
         terminal.type(b"endless\n")
