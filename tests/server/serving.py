@@ -9,15 +9,29 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import Runtime
 from jaxserve.server import ServerOptions, running
 from jaxserve.testing import OPTIONS, SlowExecutor, letter_tokenizer, tiny_llama
+from predictor import LengthBuckets, LengthDistributions
 
 NAME = "tiny"
 CHAT: Any = [{"role": "user", "content": "hi"}]
+
+
+class Even:
+    """A predictor to which every length up to `longest` is equally likely."""
+
+    calibration = None
+
+    def __init__(self, longest: int):
+        self._buckets = LengthBuckets.equal_width(longest, 4)
+
+    def predict(self, prompts: Any, /) -> LengthDistributions:
+        return LengthDistributions(self._buckets, np.full((len(prompts), 4), 0.25))
 
 
 @contextmanager
@@ -58,6 +72,12 @@ def metrics(url: str) -> dict[str, float]:
             own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
             found[sample.name + ("" if not own else str(sorted(own.values())))] = sample.value
     return found
+
+
+def num_open(url: str) -> float:
+    """Return how many requests run or wait."""
+    found = metrics(url)
+    return sum(found[name] for name in found if name.startswith("jaxserve:num_requests_"))
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:

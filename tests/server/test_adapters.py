@@ -31,12 +31,6 @@ def rt() -> Iterator[Runtime]:
         yield rt
 
 
-@pytest.fixture(scope="module")
-def url(rt: Runtime) -> Iterator[str]:
-    with server(rt) as url:
-        yield url
-
-
 def _wanted(rt: Runtime, adapter: str | None) -> list[int]:
     params = SamplingParams(**EACH, adapter=adapter)
     return list(rt.generate(PROMPT, params).token_ids)
@@ -55,7 +49,6 @@ def test_tokens_are_those_of_the_named_model(rt: Runtime, url: str, model, adapt
 
 @pytest.mark.parametrize("model", [NAME, ADAPTER])
 def test_every_endpoint_takes_an_adapter(url: str, model: str):
-    """Chats, completions and responses, in official clients."""
     with client(url) as ai:
         chat = ai.chat.completions.create(model=model, messages=CHAT, max_tokens=2)
         text = ai.completions.create(model=model, prompt="hi", max_tokens=2)

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from tests.server.serving import CHAT, NAME, client, events, post, runtime, server
-
-
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
-    with runtime() as rt:
-        yield rt
-
-
-@pytest.fixture(scope="module")
-def url(rt: Runtime) -> Iterator[str]:
-    with server(rt) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def ai(url: str) -> Iterator[openai.OpenAI]:
-    with client(url) as ai:
-        yield ai
+from tests.server.serving import CHAT, NAME, events, post
 
 
 def _greedy(ai: openai.OpenAI, **others: Any) -> Any:
@@ -65,7 +46,6 @@ def test_usage_is_streamed_only_when_asked_for(ai: openai.OpenAI):
 
 
 def test_stop_string_ends_the_answer(ai: openai.OpenAI):
-    """The text ends before a stop string, streamed or not, and the reason says so."""
     whole = _greedy(ai).choices[0].message.content
     stop = whole[4:6]
     cut = whole[: whole.index(stop)]

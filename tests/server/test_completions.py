@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,25 +9,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import letter_tokenizer
-from tests.server.serving import CHAT, NAME, client, events, post, runtime, server
-
-
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
-    with runtime() as rt:
-        yield rt
-
-
-@pytest.fixture(scope="module")
-def url(rt: Runtime) -> Iterator[str]:
-    with server(rt) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def ai(url: str) -> Iterator[openai.OpenAI]:
-    with client(url) as ai:
-        yield ai
+from tests.server.serving import CHAT, NAME, events, post
 
 
 def _complete(ai: openai.OpenAI, prompt: Any, **others: Any) -> Any:
@@ -114,7 +94,6 @@ def test_token_ids_of_prompts_and_choices(url: str, echo: bool):
 
 
 def test_streamed_logprobs(ai: openai.OpenAI):
-    """The log-probabilities of the chunks, joined, are those of the whole answer."""
     whole = _complete(ai, "abc", max_tokens=9, logprobs=2).choices[0].logprobs
     parts = [
         chunk.choices[0].logprobs
@@ -190,36 +169,10 @@ def test_texts_of_tokens_have_a_limit(url: str):
 
 
 def test_models(ai: openai.OpenAI):
-    """The model is listed and found by its name, and no other is."""
     assert [model.id for model in ai.models.list()] == [NAME]
     assert ai.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError):
         ai.models.retrieve("other")
-
-
-def test_async_client(url: str, ai: openai.OpenAI):
-    """The asynchronous client gets the same completions, responses and models, streamed or not."""
-
-    async def ask() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
-            given: Any = {"model": NAME, "prompt": "abc", "max_tokens": 9, "temperature": 0}
-            asked: Any = {"model": NAME, "input": "abc", "max_output_tokens": 9, "temperature": 0}
-            whole = await other.completions.create(**given)
-            chunks = await other.completions.create(**given, stream=True)
-            response = await other.responses.create(**asked)
-            events_ = await other.responses.create(**asked, stream=True)
-            streamed = [
-                "".join([chunk.choices[0].text async for chunk in chunks]),
-                "".join([e.delta async for e in events_ if e.type == "response.output_text.delta"]),
-            ]
-            assert [model.id async for model in other.models.list()] == [NAME]
-            with pytest.raises(openai.NotFoundError):
-                await other.models.retrieve("other")
-            return [whole.choices[0].text, response.output_text], streamed
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed
-    assert whole[0] == _complete(ai, "abc", max_tokens=9).choices[0].text
 
 
 def test_the_runtime_knows_a_request_by_its_answer(rt: Runtime, url: str):

@@ -29,12 +29,6 @@ def rt(journal: Path) -> Iterator[Runtime]:
         yield rt
 
 
-@pytest.fixture(scope="module")
-def url(rt: Runtime) -> Iterator[str]:
-    with server(rt) as url:
-        yield url
-
-
 def _say(url: str, id: str, text: str, **others: Any) -> httpx2.Response:
     said = [{"role": "user", "content": text}]
     body = {"messages": said, "conversation_id": id, **SHORT, **others}
@@ -126,7 +120,6 @@ def test_errors_of_turns(url: str):
 
 
 def test_disconnected_turn_is_not_kept(rt: Runtime, url: str):
-    """A client that leaves a stream early cancels the turn."""
     with client(url) as ai:
         asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 90, "temperature": 0}
         stream: openai.Stream[Any] = ai.chat.completions.create(
@@ -140,12 +133,3 @@ def test_disconnected_turn_is_not_kept(rt: Runtime, url: str):
     while answered.status_code == 409:  # the journal lets go of the turn a moment later
         answered = _say(url, "left", "a")
     assert answered.status_code == 200
-
-
-def test_conversation_outlives_the_server(rt: Runtime, url: str, journal: Path):
-    """What the client was told is in the journal, and another server continues it."""
-    text = _say(url, "kept", "a").json()["choices"][0]["message"]["content"]
-    with runtime(conversations=journal) as other, server(other) as second:
-        shown = httpx2.get(second + "/conversations/kept").json()["messages"]
-        assert shown[-1] == {"role": "assistant", "content": text}
-        assert _say(second, "kept", "b").status_code == 200

@@ -97,7 +97,6 @@ def test_refused_requests_are_not_counted(url: str, conversation: dict[str, Any]
 
 
 def test_unknown_model_and_path(url: str):
-    """Both are 404 in OpenAI's format; a wrong method is 405."""
     with client(url) as ai, pytest.raises(openai.NotFoundError) as caught:
         ai.chat.completions.create(model="other", messages=CHAT)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
@@ -109,7 +108,6 @@ def test_unknown_model_and_path(url: str):
 
 
 def test_cut_json_says_where(url: str):
-    """The message has the place in the body at which JSON cannot be read."""
     error = post(url, "/v1/completions", b'{"prompt": }').json()["error"]
     assert error["message"] == "the body is not JSON: Expecting value, at character 11"
 
@@ -120,7 +118,6 @@ def test_cut_json_says_where(url: str):
     ids=["empty", "cut", "list", "word", "utf8", "surrogate", "deep"],
 )
 def test_malformed_bodies_are_400(url: str, body: bytes):
-    """What is not a JSON object of valid UTF-8 is a bad request, and the server goes on."""
     answer = post(url, "/v1/chat/completions", body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -258,7 +255,6 @@ def test_too_many_samples_are_refused_before_prompts_are_tokenized():
 
 
 def test_lone_surrogates_are_400(url: str):
-    """A prompt that is not Unicode is refused, as a text and in a chat."""
     assert post(url, "/v1/completions", {"prompt": "\ud800"}).status_code == 400
     said = [{"role": "user", "content": "\ud800"}]
     assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
@@ -346,7 +342,6 @@ def test_odd_names_and_arguments_are_not_failures(url: str):
 
 
 def test_large_bodies_are_413(url: str):
-    """A body beyond the limit is refused, whether its length is announced or not."""
     body = b'{"prompt": "' + b"x" * 30_000 + b'"}'
     for headers in ({}, {"transfer-encoding": "chunked"}):
         answer = post(url, "/v1/completions", body, **headers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,15 +15,9 @@ from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import RefusedError
 from jaxserve.server.exchange import Exchange, Group, Job
-from tests.server.serving import NAME, runtime
+from tests.server.serving import NAME
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
-    with runtime() as rt:
-        yield rt
 
 
 def _backend(rt: Runtime, request_timeout_s: float | None = None) -> Backend:

@@ -96,7 +96,6 @@ class _CannotReset(ExecutorWrapper):
 
 
 def test_an_engine_without_memory_has_failed():
-    """A lack of memory that ends the engine is the server's, and /health says so."""
     with _faulty(_CannotReset) as rt, server(rt) as url:
         refused = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 50})
         assert refused.status_code == 500 and "out of memory" in refused.text
@@ -209,28 +208,6 @@ def test_pieces_of_a_sample_are_joined():
         (0, Piece(text="ac", token_ids=(1, 3), finish_reason="stop")),
         (1, Piece(text="b", token_ids=(2,))),
     ]
-
-
-@pytest.mark.release
-def test_many_requests_at_once(rt: Runtime):
-    """Hundreds of connections at once are all answered, each with its own prompt's answer."""
-
-    async def ask(url: str) -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", timeout=120) as ai:
-            prompts = [letters[i % 26] for i in range(300)]
-            return await asyncio.gather(
-                *(
-                    ai.completions.create(model=NAME, prompt=p, max_tokens=2, temperature=0)
-                    for p in prompts
-                )
-            )
-
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    with server(rt) as url:
-        answers = asyncio.run(ask(url))
-    texts = [one.choices[0].text for one in answers]
-    assert texts == (texts[:26] * 12)[:300]
-    assert len(set(texts)) > 13
 
 
 def test_errors_say_whether_to_retry(rt: Runtime):

@@ -50,7 +50,6 @@ def test_a_header_gives_the_bounds_of_its_class(url: str, path: str):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_class_is_refused(url: str, path: str):
-    """The error names the classes that there are."""
     refused = post(url, path, BODIES[path], **{"x-latency-class": "other"})
     assert refused.status_code == 400
     assert "chat, hasty" in refused.json()["error"]["message"]
@@ -98,7 +97,6 @@ def test_a_policy_that_heeds_no_bounds_refuses_them():
 
 
 def test_the_tighter_bound_counts():
-    """Of a bound that both the request and its class give."""
     own = LatencyClass({"latency_bound": 2.0, "token_bound": 0.5})
     for given, wanted in (
         ({}, {"latency_bound": 2.0, "token_bound": 0.5}),

@@ -6,14 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from predictor import LengthBuckets, LengthDistributions
 from tests.common.tiers import some
-from tests.server.serving import CHAT, client, metrics, post, runtime, server
+from tests.server.serving import CHAT, Even, client, metrics, post, runtime, server
 
-BUCKETS = LengthBuckets.equal_width(40, 4)
 CHATS = {"messages": CHAT}
 # The endpoints that stream, each with a body.
 ASKED: dict[str, dict[str, Any]] = {
@@ -25,18 +22,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-class Even:
-    """A predictor to which every length up to 40 is equally likely."""
-
-    calibration = None
-
-    def predict(self, prompts, /):
-        return LengthDistributions(BUCKETS, np.full((len(prompts), 4), 0.25))
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with runtime(predictor=Even(), step_s=0.03, max_decode_iterations=1) as rt, server(rt) as url:
+    with runtime(predictor=Even(40), step_s=0.03, max_decode_iterations=1) as rt, server(rt) as url:
         yield url
 
 
@@ -107,13 +95,12 @@ def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str, stre
 
 def test_the_first_stream_of_all_has_no_pace():
     """Nothing is known of when its answer ends; what is known of its length comes first."""
-    with runtime(predictor=Even()) as rt, server(rt) as url:
+    with runtime(predictor=Even(40)) as rt, server(rt) as url:
         text = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True}).text
         assert "ends_in_s" not in _comments(text)[0]
 
 
 def test_the_last_event_of_a_response_has_the_prediction(url: str):
-    """As the whole answer has it."""
     body = {**ASKED["/v1/responses"], "stream": True}
     last = post(url, "/v1/responses", body).text.rstrip().splitlines()[-1]
     told = json.loads(last.removeprefix("data: "))
@@ -131,7 +118,6 @@ def test_choices_have_their_own_comments(url: str):
 
 
 def test_official_clients_skip_comments(url: str):
-    """The client reads the stream as any other."""
     with client(url) as ai:
         stream = ai.chat.completions.create(
             model="tiny", messages=CHAT, max_tokens=3, temperature=0, stream=True
@@ -142,7 +128,6 @@ def test_official_clients_skip_comments(url: str):
 
 
 def test_servers_without_a_predictor_say_nothing():
-    """There are no comments, and no field."""
     with runtime() as rt, server(rt) as url:
         body = {"prompt": "a", "max_tokens": 3}
         assert _comments(post(url, "/v1/completions", {**body, "stream": True}).text) == []

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 
-from predictor import LengthBuckets, LengthDistributions
 from tests.server.browser import converse, expecting, open_conversation
-from tests.server.serving import NAME, runtime, server
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with runtime() as rt, server(rt) as url:
-        yield url
+from tests.server.serving import NAME, Even, runtime, server
 
 
 def test_page_has_a_policy_and_all_its_parts(url: str):
@@ -197,20 +188,10 @@ def test_an_answer_is_announced_once(tab: Any):
         tab.goto("about:blank")
 
 
-class Even:
-    """A predictor to which every length up to 80 is equally likely."""
-
-    calibration = None
-
-    def predict(self, prompts, /):
-        buckets = LengthBuckets.equal_width(80, 4)
-        return LengthDistributions(buckets, np.full((len(prompts), 4), 0.25))
-
-
 @pytest.mark.release
 def test_lengths_in_a_browser(tab: Any):
     """While an answer comes, its likely length is beside it, narrower with time; the list rests."""
-    with runtime(predictor=Even(), step_s=0.05, max_decode_iterations=1) as rt, server(rt) as url:
+    with runtime(predictor=Even(80), step_s=0.05, max_decode_iterations=1) as rt, server(rt) as url:
         tab.goto(url + "/")
         expecting(tab, "#model").to_have_text(NAME)
         tab.click("summary")

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
 from tests.server.browser import converse, open_conversation
-from tests.server.serving import runtime, server
 
 # In a browser: `make page-test` runs them, too.
 pytestmark = pytest.mark.release
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with runtime() as rt, server(rt) as url:
-        yield url
 
 
 def _show(tab: Any, url: str, content: str) -> Any:

@@ -14,21 +14,9 @@ from flax import nnx
 from jaxserve import Runtime
 from jaxserve.models.pooling import Labels, Pooling
 from jaxserve.testing import OPTIONS, letter_tokenizer, tiny_llama
-from tests.server.serving import NAME, client, metrics, post, runtime, server
+from tests.server.serving import NAME, client, metrics, post, server
 
 TEXTS = ["hello", "a longer text that takes several steps of this engine", "x"]
-
-
-@pytest.fixture(scope="module")
-def rt():
-    with runtime() as rt:
-        yield rt
-
-
-@pytest.fixture(scope="module")
-def url(rt):
-    with server(rt) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +85,6 @@ def test_requests_count(url):
     ],
 )
 def test_what_is_refused(url, body, code, said):
-    """The error has OpenAI's form and names the field or the limit."""
     error = _error(url, "/v1/embeddings", body)
     assert said in error["message"] and error["code"] == code
 
@@ -156,7 +143,6 @@ def test_labels(ranker):
 
 
 def test_other_models_refuse(url, ranker):
-    """The error says which call serves the model."""
     _, ranking = ranker
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     for where, path, body in [

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from jaxserve.cli import app
 from jaxserve.cli import serve as serving
 from jaxserve.testing import write_chat_model
 from tests.common.processes import one_device_environment
-from tests.server.serving import post, runtime, server
+from tests.common.waiting import until
+from tests.server.serving import num_open, post, runtime, server
 
 
-def _start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server, and return it and its address."""
+@contextmanager
+def _started(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start a server, yield it and its address, and kill it if it still runs."""
     log = folder / "stderr"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -34,20 +38,22 @@ def _start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], str]
             stdout=subprocess.DEVNULL,
             env=one_device_environment(),
         )
-    end_s = time.monotonic() + 60
-    while not (found := re.search(r"listening on (http://\S+);", log.read_text())):
-        assert process.poll() is None and time.monotonic() < end_s, log.read_text()
-        time.sleep(0.05)
-    return process, found[1]
+    try:
+        end_s = time.monotonic() + 60
+        while not (found := re.search(r"listening on (http://\S+);", log.read_text())):
+            assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+            time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.release
 def test_sigterm_under_load(tmp_path: Path):
     """After SIGTERM accepted requests get their whole answers, and the process ends with 0."""
-    process, url = _start(tmp_path, "-m", "tests.server.job")
-    try:
+    with _started(tmp_path, "-m", "tests.server.job") as (process, url):
         _until_ready(url)
-        end_s = time.monotonic() + 60
         body: dict[str, Any] = {"prompt": "a", "max_tokens": 90}
         answers: list[httpx2.Response] = []
 
@@ -58,8 +64,7 @@ def test_sigterm_under_load(tmp_path: Path):
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
-        while _num_open(httpx2.get(url + "/metrics").text) < 8:
-            assert time.monotonic() < end_s
+        until(lambda: num_open(url) == 8, 60)
         process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(60)
@@ -67,16 +72,12 @@ def test_sigterm_under_load(tmp_path: Path):
         for answer in answers:
             assert "length" in answer.text and "error" not in answer.text
         assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.release
 def test_second_signal_ends_at_once(tmp_path: Path):
     """The second signal waits for no queue of a minute, nor for a service that closes in one."""
-    process, url = _start(tmp_path, "-m", "tests.server.job", "late")
-    try:
+    with _started(tmp_path, "-m", "tests.server.job", "late") as (process, url):
         _until_ready(url)
         body = {"prompt": ["a"] * 64, "max_tokens": 90}
         errors: list[Exception] = []
@@ -89,29 +90,22 @@ def test_second_signal_ends_at_once(tmp_path: Path):
 
         asking = threading.Thread(target=ask)
         asking.start()
-        end_s = time.monotonic() + 60
-        while _num_open(httpx2.get(url + "/metrics").text) < 64:
-            assert time.monotonic() < end_s
+        until(lambda: num_open(url) == 64, 60)
         process.send_signal(signal.SIGTERM)
-        while httpx2.get(url + "/ready").status_code != 503:
-            assert time.monotonic() < end_s
+        until(lambda: httpx2.get(url + "/ready").status_code == 503, 60)
         begun_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0 and time.monotonic() - begun_s < 20
         assert "64 go on" in (tmp_path / "stderr").read_text()
         asking.join(30)
         assert errors
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
     """The second signal ends a server that has drained and waits for its service to close."""
-    process, url = _start(tmp_path, "-m", "tests.server.job", "late")
-    try:
+    with _started(tmp_path, "-m", "tests.server.job", "late") as (process, url):
         _until_ready(url)
         process.send_signal(sig)
         end_s = time.monotonic() + 60
@@ -124,18 +118,14 @@ def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
         process.send_signal(sig)
         assert process.wait(30) == 0 and time.monotonic() - begun_s < 20
         assert "Traceback" not in (tmp_path / "stderr").read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.release
 def test_turns_outlive_a_kill(tmp_path: Path):
     """After kill -9 in the middle of a turn, the turns whose answers clients had are there."""
     journal = tmp_path / "journal"
-    process, url = _start(tmp_path, "-m", "tests.server.job", str(journal))
     asked: dict[str, Any] = {"conversation_id": "a/b", "temperature": 0}
-    try:
+    with _started(tmp_path, "-m", "tests.server.job", str(journal)) as (process, url):
         _until_ready(url)
         for number, stream in enumerate((False, True)):
             said = [{"role": "user", "content": f"hi {number}"}]
@@ -151,9 +141,6 @@ def test_turns_outlive_a_kill(tmp_path: Path):
             with pytest.raises(httpx2.TransportError):
                 list(lines)
         assert process.wait(30) == -9
-    finally:
-        process.kill()
-        process.wait()
     with runtime(conversations=journal) as rt, server(rt) as again:
         assert httpx2.get(again + "/conversations/a%2Fb").json()["messages"] == shown
         body = {**asked, "messages": said, "max_tokens": 5}
@@ -161,15 +148,7 @@ def test_turns_outlive_a_kill(tmp_path: Path):
 
 
 def _until_ready(url: str) -> None:
-    end_s = time.monotonic() + 60
-    while httpx2.get(url + "/ready", timeout=60).status_code != 200:
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
-def _num_open(text: str) -> float:
-    found = re.findall(r"^jaxserve:num_requests_\w+{.*} (\S+)$", text, re.MULTILINE)
-    return sum(map(float, found))
+    until(lambda: httpx2.get(url + "/ready", timeout=60).status_code == 200, 60)
 
 
 @pytest.mark.release
@@ -178,8 +157,7 @@ def test_signal_while_loading(tmp_path: Path, num_signals: int):
     """The command listens at once; a signal does not wait for a model that is being loaded."""
     model = write_chat_model(tmp_path)
     arguments = ("-m", "jaxserve", "serve", "--load", "random", "--port", "0", "--quiet", model)
-    process, url = _start(tmp_path, *arguments)
-    try:
+    with _started(tmp_path, *arguments) as (process, url):
         loading = httpx2.get(url + "/ready", timeout=60)
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
         assert httpx2.get(url + "/health", timeout=60).status_code == 200
@@ -189,9 +167,6 @@ def test_signal_while_loading(tmp_path: Path, num_signals: int):
         assert process.wait(30) == 0
         log = (tmp_path / "stderr").read_text()
         assert "Traceback" not in log and "FATAL" not in log
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

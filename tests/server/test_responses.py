@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from tests.server.serving import NAME, client, runtime, server
+from tests.server.serving import NAME
 
 SAID = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
-    with runtime() as rt:
-        yield rt
-
-
-@pytest.fixture(scope="module")
-def ai(rt: Runtime) -> Iterator[openai.OpenAI]:
-    with server(rt) as url, client(url) as ai:
-        yield ai
 
 
 def _respond(ai: openai.OpenAI, **others: Any) -> Any:
@@ -86,7 +73,6 @@ def test_output_can_be_sent_back(rt: Runtime, ai: openai.OpenAI):
 
 
 def test_logprobs(ai: openai.OpenAI):
-    """Log-probabilities come when they are included, streamed or not."""
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     found = _respond(ai, **asked).output[0].content[0].logprobs
     assert len(found) == 9 and len(found[0].top_logprobs) == 1

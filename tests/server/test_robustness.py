@@ -6,8 +6,7 @@ import json
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -20,7 +19,8 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.server import ServerOptions, listen
 from jaxserve.testing import OPTIONS, ExecutorWrapper, letter_tokenizer, tiny_llama
 from tests.common.tiers import some
-from tests.server.serving import NAME, connect, post, request_of, runtime, server
+from tests.common.waiting import until
+from tests.server.serving import NAME, connect, metrics, num_open, post, request_of, runtime, server
 
 BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
 # Bytes of a request after which its client is gone, and what it has received by then.
@@ -38,20 +38,6 @@ def slow() -> Iterator[Runtime]:
 def url(slow: Runtime) -> Iterator[str]:
     with server(slow, max_waiting=20_000) as url:
         yield url
-
-
-def _until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def _num_open(url: str) -> float:
-    lines = httpx2.get(url + "/metrics", timeout=60).text.splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("jaxserve:num_requests_")
-    )
 
 
 class _Held(ExecutorWrapper):
@@ -89,12 +75,13 @@ def test_no_step_follows_a_client_that_has_left(stream: bool):
         assert held.num_submitted == 0
         with connect(url) as leaving:
             leaving.sendall(request_of("/v1/completions", {**BODY, "stream": stream}))
-            _until(lambda: held.num_submitted > held.NUM_FREE)
-            assert _num_open(url) == 1
-        _until(lambda: not _num_open(url))  # the server has noticed that it left
+            until(lambda: held.num_submitted > held.NUM_FREE)
+            assert num_open(url) == 1
+        until(lambda: not num_open(url))  # the server has noticed that it left
         held.go_on.set()
-        _until(lambda: not rt.outlook())
+        until(lambda: not rt.outlook())
         assert held.num_submitted == held.NUM_FREE + 1  # of 100 that the answer takes
+        assert metrics(url)["jaxserve:request_success_total['abort']"] == 1
 
 
 @pytest.mark.parametrize("is_reset", some([False, True]))
@@ -113,10 +100,10 @@ def test_clients_may_leave_at_any_stage(slow: Runtime, url: str, stage: str, is_
                 received += part
         if stage == "half closed":
             leaving.shutdown(socket.SHUT_WR)
-            _until(lambda: not slow.outlook())
+            until(lambda: not slow.outlook())
         if is_reset:
             leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    _until(lambda: not slow.outlook() and not _num_open(url))
+    until(lambda: not slow.outlook() and not num_open(url))
     slow.check_integrity()
     assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
 
@@ -174,7 +161,7 @@ def test_large_bodies_that_do_not_end(slow: Runtime):
             assert "retry-after: 1\r\n" in answer and "x-should-retry: true\r\n" in answer
             assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
         large = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(99_000)
-        _until(lambda: post(url, "/v1/completions", large).is_success)
+        until(lambda: post(url, "/v1/completions", large).is_success)
 
 
 @pytest.mark.release
@@ -184,12 +171,12 @@ def test_ten_thousand_wait(slow: Runtime, url: str):
     with ExitStack() as clients:
         for _ in range(79):
             clients.enter_context(connect(url)).sendall(sent)
-        _until(lambda: _num_open(url) >= 10_000, 60)
+        until(lambda: num_open(url) >= 10_000, 60)
         assert httpx2.get(url + "/health").is_success
         with server(slow, max_waiting=1) as strict:
             answers = [post(strict, "/v1/completions", {"prompt": ["a"] * 2}) for _ in range(2)]
             assert {answer.status_code for answer in answers} == {429}
-    _until(lambda: not slow.outlook() and not _num_open(url), 60)
+    until(lambda: not slow.outlook() and not num_open(url), 60)
     slow.check_integrity()
     assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
 

@@ -69,5 +69,4 @@ def test_random_requests(url: str, case: schemathesis.Case):
 
 
 def test_server_goes_on(url: str):
-    """After all of these requests the server answers."""
     assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

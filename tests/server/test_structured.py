@@ -20,7 +20,7 @@ from jaxserve.server.schema import AddedCall, AddedFunction, Tool
 from jaxserve.server.tools import Tools
 from jaxserve.testing import letter_tokenizer, write_chat_model
 from tests.common.schemas import SYMBOLS
-from tests.server.serving import CHAT, NAME, client, events, post, server
+from tests.server.serving import CHAT, NAME, client, post, server
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -88,6 +88,13 @@ def _ask(ai: openai.OpenAI, **others: Any) -> Any:
     return ai.chat.completions.create(model=NAME, **given)
 
 
+def _streamed(ai: openai.OpenAI, **others: Any) -> Any:
+    """Return the choice that the client accumulates from the stream of what `_ask` asks."""
+    given: Any = {"messages": CHAT, "max_completion_tokens": 200, "seed": 1, **others}
+    with ai.chat.completions.stream(model=NAME, **given) as stream:
+        return stream.get_final_completion().choices[0]
+
+
 def test_response_format_is_kept_streamed_or_not(ai: openai.OpenAI):
     """JSON of a schema, with and without `strict`; text is any."""
     for strict in (True, False):
@@ -104,7 +111,6 @@ def test_response_format_is_kept_streamed_or_not(ai: openai.OpenAI):
 
 
 def test_any_json_object(ai: openai.OpenAI):
-    """An answer in JSON mode is an object, which random weights seldom end."""
     answer = _ask(ai, response_format={"type": "json_object"}, max_completion_tokens=60).choices[0]
     assert answer.message.content.startswith("{")
     if answer.finish_reason == "stop":
@@ -198,7 +204,6 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
     ],
 )
 def test_bad_requests_say_what_is_wrong(ai: openai.OpenAI, fields: dict[str, Any], said: str):
-    """What cannot be enforced is a BadRequestError."""
     with pytest.raises(openai.BadRequestError, match=re.escape(said)):
         _ask(ai, extra_body=fields)
 
@@ -222,12 +227,8 @@ def test_required_tools_are_called(tooled: openai.OpenAI):
         (call,) = answer.message.tool_calls
         assert call.function.name in (("weather", "time") if choice == "required" else ("time",))
         assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
-        with tooled.chat.completions.stream(
-            model=NAME, messages=CHAT, max_completion_tokens=200, seed=1, **asked
-        ) as stream:
-            final = stream.get_final_completion().choices[0]
+        final = _streamed(tooled, **asked)
         assert final.finish_reason == "tool_calls"
-        assert final.message.tool_calls is not None
         streamed = final.message.tool_calls[0].function
         assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
         assert len(call.id) > 8
@@ -241,12 +242,8 @@ def test_an_argument_may_hold_the_tag_that_ends_a_call(tooled: openai.OpenAI):
     asked: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = _ask(tooled, **asked).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"x": "a </tool_call> b"}
-    with tooled.chat.completions.stream(
-        model=NAME, messages=CHAT, max_completion_tokens=200, seed=1, **asked
-    ) as stream:
-        final = stream.get_final_completion().choices[0]
-    assert final.message.tool_calls is not None
-    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    streamed = _streamed(tooled, **asked).message.tool_calls[0].function
+    assert streamed.arguments == call.function.arguments
 
 
 @pytest.mark.parametrize("calls", [False, True])
@@ -507,19 +504,3 @@ def test_metrics_count_grammars(ai: openai.OpenAI):
     for name in ("constrained_requests", "forced_tokens", "token_mask_seconds"):
         (line,) = re.findall(rf"^jaxserve:{name}_total{{.*}} (.*)$", text, re.MULTILINE)
         assert float(line) > 0
-
-
-def test_streams_are_events(ai: openai.OpenAI):
-    """A call's first chunk has its id, type and name; the others more of its arguments."""
-    url = str(ai.base_url).removesuffix("/v1/")
-    body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "stream": True}
-    chunks = events(post(url, "/v1/chat/completions", {**body, "max_tokens": 200}).text)
-    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    begins = [call for call in calls if "id" in call]
-    assert [call["index"] for call in begins] == list(range(len(begins))) != []
-    assert all(call["type"] == "function" and call["function"]["name"] for call in begins)
-    assert len(calls) > len(begins)
-    for call in begins:
-        added = [c["function"]["arguments"] for c in calls if c["index"] == call["index"]]
-        assert json.loads("".join(added))["place"] in ("Rome", "Oslo")
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

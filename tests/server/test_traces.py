@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from tests.common.tiers import some
+from tests.common.waiting import until
 from tests.server.serving import CHAT, NAME, post, runtime, server
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
@@ -34,12 +34,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
-    with runtime() as rt:
-        yield rt
-
-
 @contextmanager
 def _traced(rt: Runtime, **options: Any) -> Iterator[tuple[str, InMemorySpanExporter]]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
@@ -57,11 +51,8 @@ def served(rt: Runtime) -> Iterator[tuple[str, InMemorySpanExporter]]:
 
 def _span(exporter: InMemorySpanExporter) -> Any:
     """Wait for the one span, which ends a moment after the client has the answer."""
-    end_s = time.monotonic() + 10
-    while not (spans := exporter.get_finished_spans()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    (span,) = spans
+    until(exporter.get_finished_spans)
+    (span,) = exporter.get_finished_spans()
     return span
 
 
@@ -100,7 +91,6 @@ def test_a_request_has_a_span(served: Any, path: str, stream: bool):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_turns_have_their_conversation(served: Any, stream: bool):
-    """The id and the tokens of a turn are on its span."""
     url, exporter = served
     body = {**BODIES["/v1/chat/completions"], "conversation_id": "mine", "stream": stream}
     post(url, "/v1/chat/completions", body)
@@ -122,7 +112,6 @@ def test_refused_requests_have_their_status(served: Any):
 
 @pytest.mark.parametrize("conversation", some([{}, {"conversation_id": "adapted"}]))
 def test_a_span_names_the_adapter(conversation: dict[str, Any]):
-    """The model of a span, and its name, are those of the adapter that a request names."""
     with runtime(max_adapters=1, max_adapter_rank=1) as rt, _traced(rt) as (url, exporter):
         arrays = {name: np.zeros(shape, np.float32) for name, shape in rt.adapter_shapes(1).items()}
         rt.load_adapter("poems", arrays, scale=1.0)
