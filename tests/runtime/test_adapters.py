@@ -27,6 +27,7 @@ from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama, tiny_t5
 from sharding import StagePlan, make_groups, make_mesh, state_shardings
 from tests.common.tiers import some
+from tests.runtime.serving import weights
 
 RANK, NUM_TOKENS = 4, 16
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"max_adapters": 3, "max_adapter_rank": RANK}
@@ -187,7 +188,6 @@ def test_how_a_request_is_computed_changes_nothing(options):
 
 @pytest.mark.release
 def test_scanned_layers_have_adapters():
-    """Layers whose parameters are stacked."""
     model, flat = (
         tiny_llama(layer_layout="scanned"),
         dict(nnx.to_flat_state(nnx.state(tiny_llama()))),
@@ -212,12 +212,11 @@ def test_weights_in_panels_have_adapters():
     with Runtime(panelled, **OPTIONS) as rt:
         _load_all(rt)
         _check(rt, _mixed())
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         _check(rt, _mixed(), weights=1)
 
 
 def test_sampled_tokens_have_the_log_probabilities_of_merged_weights(rt):
-    """Of the answer and of the prompt."""
     each = dict(temperature=0.8, seed=5, logprobs=0, prompt_logprobs=0)
     got = rt.generate(PROMPTS[3], _params("all", **each))
     with Runtime(_merged("all"), **tiny.OPTIONS) as merged:
@@ -320,10 +319,10 @@ def test_new_weights_keep_the_adapters():
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         _load_all(rt)
         _check(rt, _mixed())
-        new = nnx.state(tiny_llama(1), nnx.Param)
+        new = weights(1)
         rt.update_params(new)
         _check(rt, _mixed(), weights=1)
-        rt.update_params(nnx.state(tiny_llama(0), nnx.Param), partial=True)
+        rt.update_params(weights(0), partial=True)
         _check(rt, _mixed(1))
         with pytest.raises(InvalidParamsError, match="is missing"):
             rt.update_params(nnx.State({"norm": nnx.state(tiny_llama().norm)}))
@@ -399,7 +398,6 @@ def test_wrong_calls_change_nothing(rt):
 
 
 def test_a_runtime_without_adapters_says_so():
-    """Loading one, and a request with one."""
     with Runtime(tiny_llama(), **tiny.OPTIONS) as rt:
         assert rt.adapters == ()
         with pytest.raises(InvalidConfigError, match="max_adapters"):
@@ -460,7 +458,7 @@ def test_models_without_adapters_are_refused():
     """An encoder-decoder model, and parameters that lie on a mesh."""
     with pytest.raises(InvalidConfigError, match="encoder-decoder"):
         Runtime(tiny_t5(), **OPTIONS)
-    params = nnx.state(tiny_llama(), nnx.Param)
+    params = weights()
     params = jax.device_put(params, state_shardings(params, make_mesh(tensor=2)))
     with pytest.raises(InvalidConfigError, match="a mesh"):
         Runtime(tiny_llama(), params, **OPTIONS)

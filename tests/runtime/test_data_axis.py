@@ -19,6 +19,7 @@ from jaxserve.core.errors import InvalidRequestError, PromptTooLongError
 from jaxserve.testing import RecordingExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
+from tests.runtime.serving import weights
 
 OPTIONS = tiny.OPTIONS | {"strict": True, "warmup": True}
 # The number of pages is equal in both cases, since a shard holds half of the heads.
@@ -40,13 +41,9 @@ def _tokens(completions) -> Tokens:
     return [[sample.token_ids for sample in c.samples] for c in completions]
 
 
-def _params(seed: int) -> nnx.State:
-    return nnx.state(tiny_llama(seed), nnx.Param)
-
-
 def _on(mesh: Mesh, seed: int) -> nnx.State:
     """Return the parameters as a data-parallel trainer on this mesh has them."""
-    return jax.device_put(_params(seed), state_shardings(_params(seed), mesh))
+    return jax.device_put(weights(seed), state_shardings(weights(seed), mesh))
 
 
 def _buffers(tree) -> list[list[int]]:
@@ -82,7 +79,7 @@ def wanted() -> Wanted:
     with Runtime(tiny_llama(), **WHOLE) as rt:
         done = rt.generate(PROMPTS, PARAMS)
         assert all(c.error is None for c in done)
-        rt.update_params(_params(1))
+        rt.update_params(weights(1))
         return Wanted(_tokens(done), _tokens(rt.generate(PROMPTS, SHORT)))
 
 
@@ -187,7 +184,7 @@ def test_an_update_reaches_every_replica_under_load(runtime, seen, wanted):
         assert not update.is_alive()
     assert _buffers_of_replicas(seen) == _buffers(new)
     assert _tokens(runtime.generate(PROMPTS, SHORT)) == wanted.updated
-    runtime.update_params(_params(0))
+    runtime.update_params(weights(0))
     assert _tokens(runtime.generate(PROMPTS[:1], PARAMS[:1])) == wanted.everything[:1]
     assert runtime.stats().num_compilations == 0
 

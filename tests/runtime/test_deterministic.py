@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,12 +26,11 @@ from jaxserve.core.errors import (
     InvalidSamplingParamsError,
     PromptTooLongError,
 )
-from jaxserve.models.families import config_from_hf
-from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.runtime import whole_processed_logprobs
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
+from tests.runtime.serving import bits_of
 
 ON = OPTIONS | {"deterministic": True}
 # Two pairs of prompts begin alike, for the prefix cache.
@@ -50,17 +50,14 @@ PARAMS = [
 ]
 
 
-def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
-    """Return tokens and log-probabilities of some of the requests, computed together, by index."""
-    done = rt.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen], progress=False)
-    return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
+own_bits = partial(bits_of, PROMPTS, PARAMS)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, Any]:
     """Each request by itself, without a prefix cache."""
     with Runtime(tiny_llama(), **ON | {"policy": "vllm_like"}) as rt:
-        return {i: bits_of(rt, [i])[i] for i in range(len(PROMPTS))}
+        return {i: own_bits(rt, [i])[i] for i in range(len(PROMPTS))}
 
 
 def test_batches_and_cached_prefixes_change_nothing(alone):
@@ -69,7 +66,7 @@ def test_batches_and_cached_prefixes_change_nothing(alone):
     with Runtime(tiny_llama(), **ON | {"policy": "pensieve"}) as rt:
         for _ in range(8):
             chosen = rng.sample(range(len(PROMPTS)), rng.randint(2, len(PROMPTS)))
-            assert bits_of(rt, chosen) == {i: alone[i] for i in chosen}
+            assert own_bits(rt, chosen) == {i: alone[i] for i in chosen}
         assert rt.stats().num_prefix_hit > 0
 
 
@@ -90,7 +87,7 @@ def test_batches_and_cached_prefixes_change_nothing(alone):
 def test_how_a_request_is_computed_changes_nothing(alone, options):
     """Small chunks and pages, and preempted sequences that are restored or computed again."""
     with Runtime(tiny_llama(), **ON | options) as rt:
-        assert bits_of(rt, range(len(PROMPTS))) == alone
+        assert own_bits(rt, range(len(PROMPTS))) == alone
         assert "kv_memory" not in options or rt.stats().num_preemptions > 0
 
 
@@ -111,34 +108,7 @@ def test_where_a_request_is_computed_changes_nothing(alone, options):
     """Prompts and answers on separate devices, layers on separate devices, and replicas."""
     options = options | {"mesh": options["mesh"]()}
     with Runtime(tiny_llama(), **ON | options) as rt:
-        assert bits_of(rt, range(len(PROMPTS))) == alone
-
-
-_SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-)
-FAMILIES = {
-    "qwen3_moe": dict(
-        model_type="qwen3_moe",
-        **_SIZES,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    ),
-    "gpt_neox": dict(model_type="gpt_neox", **_SIZES, rotary_pct=0.5),
-}
-
-
-def model_of(family: str) -> nnx.Module:
-    config = config_from_hf(FAMILIES[family])
-    return nnx.merge(abstract_model(config)[0], random_params(config, 0))
+        assert own_bits(rt, range(len(PROMPTS))) == alone
 
 
 def disagreements(model: Any) -> list[str]:
@@ -259,15 +229,16 @@ _OPTIMISED = """
 import json, sys
 from jaxserve import Runtime
 from tests.runtime import test_deterministic as tests
+from tests.runtime.serving import tiny_family
 
 found = []
-for family in tests.FAMILIES:
-    model = tests.model_of(family)
+for family in ("qwen3_moe", "gpt_neox"):
+    model = tiny_family(family)
     found += [f"{family} {each}" for each in tests.disagreements(model)]
     with Runtime(model, **tests.ON) as rt:
-        whole = tests.bits_of(rt, range(len(tests.PROMPTS)))
+        whole = tests.own_bits(rt, range(len(tests.PROMPTS)))
         for some in ([3], [1, 6, 8, 2], [11, 0, 5, 7, 4, 9, 10]):
-            for i, bits in tests.bits_of(rt, some).items():
+            for i, bits in tests.own_bits(rt, some).items():
                 found += [] if bits == whole[i] else [f"{family} {i} of {some}"]
 json.dump(found, sys.stdout)
 """
@@ -294,7 +265,6 @@ def test_code_that_xla_optimises_gives_the_same_bits():
     ],
 )
 def test_what_cannot_be_promised_is_refused(options, message):
-    """The error says why, and what to pass."""
     made = {name: value() if name == "mesh" else value for name, value in options.items()}
     model = tiny_llama(dtype=made.pop("dtype", jnp.float32))
     with pytest.raises(InvalidConfigError, match=message):
@@ -303,7 +273,6 @@ def test_what_cannot_be_promised_is_refused(options, message):
 
 @pytest.mark.release
 def test_weights_in_few_bits_are_deterministic():
-    """Weights in eight bits keep the bits of a request, too."""
     with Runtime(tiny_llama(), **ON | {"quantize": "int8"}) as rt:
-        whole = bits_of(rt, range(len(PROMPTS)))
-        assert bits_of(rt, [2, 7]) == {i: whole[i] for i in (2, 7)}
+        whole = own_bits(rt, range(len(PROMPTS)))
+        assert own_bits(rt, [2, 7]) == {i: whole[i] for i in (2, 7)}

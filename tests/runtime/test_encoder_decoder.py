@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -24,6 +22,7 @@ from jaxserve.testing import OPTIONS as TINY
 from jaxserve.testing import FreeCopiesExecutor, tiny_llama
 from sharding import make_groups, make_mesh
 from tests.common.tiers import some
+from tests.common.waiting import until
 from tests.models.t5_checkpoints import (
     VARIANTS,
     greedy,
@@ -32,16 +31,9 @@ from tests.models.t5_checkpoints import (
     torch_logits,
     write_checkpoint,
 )
+from tests.runtime.serving import CHECKPOINT
 
-OPTIONS = dict(
-    max_slots=4,
-    max_step_tokens=64,
-    page_size=8,
-    max_context=128,
-    progress=False,
-    dtype="float32",
-    warmup=False,
-)
+OPTIONS = CHECKPOINT | dict(max_step_tokens=64)
 WARM = OPTIONS | dict(warmup=True, strict=True)
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = random_prompts(7)
@@ -118,10 +110,7 @@ def test_the_policy_exegpt_plans_by_itself(t5, tmp_path, monkeypatch):
     folder, wanted = t5
     with Runtime.from_pretrained(folder, policy="exegpt", latency_bound=50.0, **WARM) as rt:
         assert _tokens(rt.generate(PROMPTS * 10, PARAMS)) == wanted * 10
-        end_s = time.monotonic() + 60
-        while rt.stats().plan is None:
-            assert time.monotonic() < end_s, "there is no plan after a minute"
-            time.sleep(0.02)
+        until(lambda: rt.stats().plan is not None, 60)
         plan = rt.stats().plan
         assert plan.keeps_bounds and plan.num_lengths >= 64
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted

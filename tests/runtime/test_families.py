@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +13,13 @@ from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh
 from tests.models.adapter_checkpoints import SCALE, adapter_of, folder_of, merged_checkpoint
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, greedy_shortfall, write_checkpoint
+from tests.runtime.serving import CHECKPOINT
 
 pytestmark = pytest.mark.release
 
 # Closer logits may have either order.
 ROUNDING = 1e-4
-OPTIONS: dict[str, Any] = dict(
-    max_slots=4,
-    max_step_tokens=16,
-    page_size=8,
-    max_context=80,
-    dtype="float32",
-    progress=False,
-    warmup=False,
-)
+OPTIONS = CHECKPOINT | dict(max_context=80)
 # More prompts than slots; some are longer than a step.
 NUM_TOKENS = (1, 9, 61, 30, 2, 44)
 _RNG = np.random.default_rng(5)

@@ -93,7 +93,6 @@ def disk_tier(folder: Path) -> None:
     "scenario", some([journal, disk_tier]), ids=lambda scenario: scenario.__name__
 )
 def test_a_full_disk(tmp_path, scenario):
-    """Run the scenario."""
     _skip_without_namespaces(tmp_path)
     program = (
         sys.executable,

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import OPTIONS, tiny_llama
 from tests.common.compiling import held_back
-
-
-def _wait_until_ready(rt: Runtime) -> None:
-    end_s = time.monotonic() + 60
-    while not rt.is_ready():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+from tests.common.waiting import until
 
 
 def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
@@ -31,7 +23,7 @@ def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
         pending = rt.submit([1, 2], SamplingParams(max_tokens=2))
         assert not pending.future.done() and not rt.is_ready()
         compiling.go_on.set()
-        _wait_until_ready(rt)
+        until(rt.is_ready, 60)
         assert pending.result().finish_reason == "length"
 
 
@@ -40,7 +32,7 @@ def test_first_requests_do_not_compile():
     """Once it is ready, requests of every length compile nothing, greedy or drawn."""
     options = OPTIONS | {"max_slots": 6, "max_step_tokens": 128, "warmup": "background"}
     with Runtime(tiny_llama(), **options) as rt:
-        _wait_until_ready(rt)
+        until(rt.is_ready, 60)
         for temperature in (0.0, 1.0):
             for length in (1, 70):
                 params = SamplingParams(max_tokens=3, temperature=temperature)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import final
 
 import pytest
-from flax import nnx
 
 from jaxserve import Request, Runtime, SamplingParams
 from jaxserve.core.clock import WallClock
@@ -26,6 +25,8 @@ from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
+from tests.common.waiting import until
+from tests.runtime.serving import weights
 
 PROMPTS = [prompt[:30] + (1,) * 10 for prompt in random_prompts(4, seed=3, longest=60)]
 PARAMS = SamplingParams(max_tokens=12)
@@ -96,8 +97,7 @@ def test_many_pages_come_back_over_several_steps(
             rt.generate(each, PARAMS)
         pieces: list[object] = []
         going_on = rt.submit([7, 8], GOING_ON, on_piece=pieces.append)
-        while not pieces:
-            time.sleep(0.001)
+        until(lambda: pieces)
         assert rt.generate([*LONG_PROMPTS[0], *FOLLOW_UP], PARAMS).token_ids == history
         assert going_on.result(60).token_ids == going
         brought = [step.pages_in for step in rt.report().steps]
@@ -172,7 +172,7 @@ def test_another_runtime_goes_on_from_exported_pages(kv_dtype, mesh):
         assert hit == wanted * first.config.page_size
         with pytest.raises(InvalidConfigError, match="bytes are not allowed"):
             second.import_kv(prompts[0], KVPages(kv.identity, [b"0"]))
-        second.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        second.update_params(weights(1))
         with pytest.raises(InvalidConfigError, match="same weights"):
             second.import_kv(prompts[0], kv)
         first.check_integrity()
@@ -184,7 +184,7 @@ def test_new_weights_find_nothing_of_the_old(expected):
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         assert _talk(rt) == expected[0]
         found = rt.stats().num_prefix_hit
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         assert _talk(rt) == expected[1]
         assert rt.stats().num_prefix_hit == 2 * found
 
@@ -207,7 +207,7 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
     with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[1]
         assert rt.stats().num_prefix_hit_on_disk == 0
-        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        rt.update_params(weights(0))
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit_on_disk == 0
 
@@ -288,8 +288,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
         slow.is_open.clear()
         num_asked = slow.num_asked
         closed = rt.submit(PROMPTS[3], PARAMS)
-        while slow.num_asked == num_asked:  # a request that has not begun ends with an error
-            time.sleep(0.001)
+        until(lambda: slow.num_asked > num_asked)  # else the request ends with an error
         threading.Timer(0.2, slow.is_open.set).start()
     assert (closed.result(0).finish_reason, closed.result(0).token_ids) == ("cancelled", ())
 
@@ -304,7 +303,6 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     ],
 )
 def test_a_disk_without_pages_for_it_is_refused(options, reason):
-    """The error says what is missing."""
     with pytest.raises(InvalidConfigError, match=reason):
         Runtime(tiny_llama(), **{**OPTIONS, **options})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -14,6 +12,7 @@ from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
+from tests.runtime.serving import tokens, until_tokens
 
 PROMPTS = random_prompts(10, seed=4, longest=50)
 PARAMS = [
@@ -28,10 +27,6 @@ def _runtime(kv_dtype: str | None, num_pages: int = NUM_PAGES, shards: int = 1, 
     memory = num_pages * PAGE_BYTES[kv_dtype] // shards
     options = {**OPTIONS, **options}
     return Runtime(tiny_llama(), kv_dtype=kv_dtype, kv_memory=memory, **options)
-
-
-def _tokens(completions) -> list[tuple[int, ...]]:
-    return [c.token_ids for c in completions]
 
 
 @pytest.fixture(scope="module", params=some(KV_DTYPES))
@@ -68,7 +63,7 @@ def test_same_tokens_in_a_batch_with_preemptions(alone):
     kv_dtype, wanted = alone
     warm = {} if kv_dtype == "int8" else {"warmup": "full", "strict": True}
     with _runtime(kv_dtype, policy="vllm_like", **warm) as rt:
-        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.stats().num_preemptions > 0
 
 
@@ -80,7 +75,7 @@ def test_same_tokens_over_several_devices(alone):
     # The memory is that of one shard, or of the stage whose pages are larger.
     with _runtime(kv_dtype, shards=2, mesh=mesh, policy="vllm_like") as rt:
         assert rt.config.num_pages == NUM_PAGES
-        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.stats().num_preemptions > 0
 
 
@@ -92,7 +87,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     answers = []
     for kv_dtype in ("int8", None, "int8"):
         with _runtime(kv_dtype, **options) as rt:
-            answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
+            answers.append(tokens(rt.generate(PROMPTS, PARAMS)))
             assert (rt.stats().num_prefix_hit_on_disk > 0) == (len(answers) == 3)
     assert answers[2] == answers[0]
 
@@ -101,10 +96,9 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
 def test_same_tokens_in_a_pool_that_is_resized():
     """The pool shrinks below the pages of running requests, which continue."""
     with _runtime("int8", num_pages=60) as rt:
-        wanted = _tokens(rt.generate(PROMPTS, PARAMS))
+        wanted = tokens(rt.generate(PROMPTS, PARAMS))
     with _runtime("int8", num_pages=60, wrap_executor=SlowExecutor) as rt:
         pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
-        while rt.stats().num_tokens < 30:
-            time.sleep(0.001)
+        until_tokens(rt, 30)
         assert rt.resize_kv("10kB") == 10_000 // PAGE_BYTES["int8"] * PAGE_BYTES["int8"]
-        assert _tokens(each.result(60) for each in pending) == wanted
+        assert tokens(each.result(60) for each in pending) == wanted

@@ -19,6 +19,7 @@ from jaxserve.models.quantised import QuantisedWeight
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
 from sharding import make_mesh
+from tests.runtime.serving import weights
 
 PROMPTS = random_prompts(4, longest=30)
 EACH = SamplingParams(max_tokens=12)
@@ -52,12 +53,12 @@ def test_answers_are_those_of_dense_weights(wanted):
     with Runtime(_panelled(), **OPTIONS | {"warmup": True, "strict": True}) as rt:
         assert _answers(rt) == wanted[0]
         before = rt.stats().num_compilations
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         assert _answers(rt) == wanted[1]
         rt.update_params(nnx.state(_panelled(0), nnx.Param))
         assert _answers(rt) == wanted[0]
         assert rt.stats().num_compilations == before
-        other = nnx.state(tiny_llama(num_layers=1), nnx.Param)
+        other = weights(num_layers=1)
         with pytest.raises(InvalidConfigError, match="do not fit"):
             rt.update_params(other)
     chosen = {c.implementation for c in dispatch.choices() if c.operation == "panel_matmul"}
@@ -114,7 +115,7 @@ def test_a_weight_comes_back(name):
 
 def _rounded(seed: int) -> nnx.State:
     """Return the tiny model's parameters, those rounded that have panels in bfloat16."""
-    dense = nnx.state(tiny_llama(seed), nnx.Param)
+    dense = weights(seed)
     stored = nnx.state(Quantiser(tiny_llama(seed), BF16).model(dense), nnx.Param)
     panels = {path[:-1] for path, _ in nnx.to_flat_state(stored) if path[-1] == "panels"}
     return nnx.from_flat_state(
@@ -134,13 +135,13 @@ def test_weights_in_bfloat16_answer_as_rounded_ones():
             answers.append(_answers(rt))
     with Runtime(tiny_llama(), quantize="bf16", deterministic=True, **OPTIONS) as rt:
         assert _answers(rt) == answers[0]
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         assert _answers(rt) == answers[1]
         assert rt.stats().weights_bytes < 0.52 * nbytes(nnx.state(_panelled(), nnx.Param))
-    stored = Quantiser(tiny_llama(), BF16).model(nnx.state(tiny_llama(1), nnx.Param))
+    stored = Quantiser(tiny_llama(), BF16).model(weights(1))
     with Runtime(stored, **OPTIONS) as rt:  # a model whose weights are stored so already
         assert _answers(rt) == answers[1]
-        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        rt.update_params(weights(0))
         assert _answers(rt) == answers[0]
 
 
@@ -148,7 +149,6 @@ def test_weights_in_bfloat16_answer_as_rounded_ones():
     ("settings", "said"), [({"mesh": make_mesh(tensor=2)}, "with a mesh"), ({}, "in bfloat16")]
 )
 def test_weights_in_bfloat16_are_for_a_float32_model_on_one_cpu(settings, said):
-    """The error says what to pass."""
     model = tiny_llama() if settings else tiny_llama(dtype="bfloat16")
     with pytest.raises(InvalidConfigError, match=f"{said}.*pass dtype='bfloat16'"):
         Runtime(model, quantize="bf16", **settings, **OPTIONS)

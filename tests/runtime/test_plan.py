@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, W
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, StagePlan, make_mesh
 from tests.common.tiers import some
+from tests.runtime.serving import until_tokens
 
 PROMPTS = random_prompts(8, longest=30)
 PARAMS = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
@@ -97,8 +97,7 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         rt.load_step_times(path)
         asked = list(zip(PROMPTS, PARAMS, strict=True)) * 4
         pending = [rt.submit(*each) for each in asked]
-        while rt.stats().num_tokens < 20:
-            time.sleep(0.001)
+        until_tokens(rt, 20)
         loose = rt.plan(math.inf, lengths=[(10, 20)], policies=("rra",))
         rt.plan(math.inf, lengths=[(10, 20)], policies=("continuous",))
         num_unfinished = sum(not each.future.done() for each in pending)
@@ -222,7 +221,6 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
     ids=str,
 )
 def test_arguments_are_checked(loaded: Runtime, arguments: dict[str, Any], message: str):
-    """The error says what was given and what is allowed, and the runtime goes on."""
     with pytest.raises(InvalidConfigError, match=message):
         loaded.plan(**{"lengths": [(10, 20)], **arguments})
     assert loaded.plan(None, lengths=np.array([[10, 20]]), adopt=False).num_lengths == 1

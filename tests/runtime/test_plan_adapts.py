@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError, Invalid
 from jaxserve.planning.schedules import LatencyBounds
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_groups
+from tests.common.waiting import until
 
 PROMPTS = random_prompts(70, longest=20)
 SHORT = [SamplingParams(max_tokens=2 + i % 3, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -47,13 +47,6 @@ def _tokens(rt: Runtime, params: Sequence[SamplingParams]) -> list[tuple[int, ..
     return [one.token_ids for one in rt.generate(PROMPTS, params)]
 
 
-def _until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end_s, "nothing changed in a minute"
-        time.sleep(0.02)
-
-
 @pytest.mark.release
 def test_the_preset_plans_by_itself(answers, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """After 64 answers there is a schedule; stats and report name it, its bound and figures."""
@@ -61,7 +54,7 @@ def test_the_preset_plans_by_itself(answers, cache: Path, monkeypatch: pytest.Mo
     with Runtime(tiny_llama(), policy="exegpt", latency_bound=50, **OPTIONS) as rt:
         assert rt.stats().plan is None and rt.report().policy == "exegpt"
         assert _tokens(rt, LONG) == answers
-        _until(lambda: rt.stats().plan is not None)
+        until(lambda: rt.stats().plan is not None, 60)
         plan = rt.stats().plan
         assert plan is not None and plan.latency_bound_s == 50 and plan.keeps_bounds
         assert plan.num_lengths >= 64 and rt.stats().num_plans == 1
@@ -164,7 +157,7 @@ def test_the_preset_keeps_bounds_on_tokens(cache: Path, monkeypatch: pytest.Monk
     bounds = dict(latency_bound=50.0, first_token_bound=40.0, token_bound=30.0)
     with Runtime(tiny_llama(), policy="exegpt", **bounds, **OPTIONS) as rt:
         rt.generate(PROMPTS, SHORT)
-        _until(lambda: rt.stats().plan is not None)
+        until(lambda: rt.stats().plan is not None, 60)
         plan = rt.stats().plan
         assert plan is not None and plan.keeps_bounds
         assert plan.bounds == LatencyBounds.of(**bounds)
@@ -180,7 +173,7 @@ def test_the_preset_plans_on_two_device_groups_too(answers, tmp_path, monkeypatc
     with Runtime(tiny_llama(), **options) as rt:
         assert rt.stats().plan is None and rt.report().policy == "exegpt"
         assert _tokens(rt, LONG) == answers
-        _until(lambda: rt.stats().plan is not None)
+        until(lambda: rt.stats().plan is not None, 60)
         plan = rt.stats().plan
         assert plan is not None and plan.family == "waa" and plan.latency_bound_s == 50
         assert _tokens(rt, LONG) == answers

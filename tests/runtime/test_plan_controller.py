@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.runtime.planner import PlanController
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
+from tests.common.waiting import until
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 pytestmark = pytest.mark.fast
@@ -36,13 +36,6 @@ def replicas():
     made = Replicas(executors, get_policy("auto"), WallClock(), RuntimeOptions())
     yield made
     made.close()
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def _threads() -> set[threading.Thread]:
@@ -82,11 +75,11 @@ def test_adaptation_begins_again_after_a_failed_search(
         with caplog.at_level(logging.INFO):
             controller.adopt(None, Adaptation(PLANNER, LatencyBounds()))
             controller.put([replace(each, num_prompt=-1) for each in ANSWERS])
-            _until(lambda: "adapted no more" in caplog.text)
+            until(lambda: "adapted no more" in caplog.text)
         assert not controller.num_adopted
         controller.adopt(None, Adaptation(PLANNER, LatencyBounds()))
         controller.put(ANSWERS)
-        _until(lambda: controller.num_adopted == 1)
+        until(lambda: controller.num_adopted == 1)
         assert controller.in_force is not None and controller.in_force.num_lengths == len(ANSWERS)
     finally:
         controller.close()

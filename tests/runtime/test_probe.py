@@ -20,6 +20,7 @@ from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
 from predictor.probe import ProbeHead
 from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
+from tests.runtime.serving import weights
 
 BUCKETS = LengthBuckets.logarithmic(64, 6)
 REFINEMENT = Refinement(buckets=BUCKETS, marginal=np.full(BUCKETS.num, 1 / BUCKETS.num), interval=4)
@@ -128,7 +129,6 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
 
 @pytest.mark.release
 def test_over_a_mesh_it_reads_the_same(expected):
-    """The model is sharded over two devices."""
     mesh = make_mesh(tensor=2)
     with Runtime(tiny_llama(), mesh=mesh, probe=made_up_probe(), **OPTIONS) as rt:
         done = rt.generate(PROMPTS, PARAMS)
@@ -144,7 +144,6 @@ class _Misread(ExecutorWrapper):
 
 @pytest.mark.release
 def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
-    """The answers continue."""
     probe = made_up_probe()
     with (
         Runtime(tiny_llama(), probe=probe, wrap_executor=_Misread, **MEMORY) as rt,
@@ -188,7 +187,7 @@ def test_a_saved_probe_is_loaded(tmp_path, expected):
     made_up_probe().save(tmp_path)
     with Runtime(tiny_llama(), probe=tmp_path, **MEMORY) as rt:
         done = rt.generate(PROMPTS, PARAMS)
-        rt.update_params(nnx.state(tiny_llama(), nnx.Param), running="restart")
+        rt.update_params(weights(), running="restart")
         again = rt.generate(PROMPTS[:2], PARAMS[:2])
     assert [each.token_ids for each in done] == expected
     assert [each.token_ids for each in again] == expected[:2]

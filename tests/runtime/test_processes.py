@@ -17,6 +17,7 @@ import pytest
 
 import sharding
 from jaxserve import Runtime
+from jaxserve.testing import tiny
 from sharding import processes
 from tests.common.processes import HEED_INTERRUPTS, one_device_environment
 from tests.runtime.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
@@ -25,16 +26,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH_LOCAL = str(ROOT / "scripts" / "launch_local.sh")
 JOB = (sys.executable, "-m", "tests.runtime.job")
 CLI = (sys.executable, "-c", f"{HEED_INTERRUPTS}; from jaxserve.cli import main; main()")
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1 << 14,
-}
+CONFIG = tiny.CONFIG | {"num_hidden_layers": 1, "max_position_embeddings": 1 << 14}
 
 
 def _start(*command: str, **environ: str) -> subprocess.Popen[str]:

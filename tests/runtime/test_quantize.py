@@ -22,6 +22,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
 from sharding import StagePlan, make_mesh, state_shardings
 from tests.common.tiers import some
+from tests.runtime.serving import weights
 
 PROMPTS = random_prompts(5, longest=30)
 EACH = SamplingParams(max_tokens=12)
@@ -69,7 +70,7 @@ def test_weights_in_float8(served):
     with _runtime(quantize="fp8") as rt:
         assert rt.stats().weights_bytes == served["int8", 0][1]
         assert _answers(rt) != wanted
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         assert _answers(rt) == wanted
 
 
@@ -86,7 +87,7 @@ def test_the_kernel_is_chosen_and_recorded():
 @pytest.mark.parametrize("format", some(FORMATS))
 def test_updates_are_quantised(format, dtype, served):
     """Dense weights of a trainer, in 32 or 16 bits, serve as if the runtime began with them."""
-    new = nnx.state(tiny_llama(1), nnx.Param)
+    new = weights(1)
     with _runtime(quantize=format, warmup=True, strict=True) as rt:
         assert _answers(rt) == served[format, 0][0]
         before = rt.stats().num_compilations
@@ -94,7 +95,7 @@ def test_updates_are_quantised(format, dtype, served):
         if dtype == "float32":
             assert _answers(rt) == served[format, 1][0]
         assert rt.stats().num_compilations == before
-        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        rt.update_params(weights(0))
         assert _answers(rt) == served[format, 0][0]
 
 
@@ -122,7 +123,7 @@ def _float32_bytes() -> int:
 @pytest.mark.release
 def test_an_update_is_cast_weight_by_weight():
     """Of a trainer's weights in 16 bits, only the one that is being rounded is in 32 bits."""
-    wide = nnx.state(tiny_llama(1), nnx.Param)
+    wide = weights(1)
     trained = jax.tree.map(lambda x: x.astype("bfloat16"), wide)
     how = Quantisation.of(RuntimeOptions(quantize="int8"))
     assert how is not None
@@ -139,10 +140,9 @@ def test_an_update_is_cast_weight_by_weight():
 
 
 def test_an_update_that_does_not_fit_is_refused(served):
-    """The model goes on with its weights."""
     with _runtime(quantize="int8") as rt:
         with pytest.raises(InvalidConfigError, match="do not fit this model"):
-            rt.update_params(nnx.state(tiny_llama(0, num_layers=3), nnx.Param))
+            rt.update_params(weights(0, num_layers=3))
         assert _answers(rt) == served["int8", 0][0]
 
 
@@ -158,7 +158,7 @@ def test_two_devices_share_the_weights(format, served, caplog):
         assert "attention.wo has 1 groups, which 2 devices cannot share" in caplog.text
         assert "lm_head has 7 panels" in caplog.text
         assert _answers(rt) == served[format, 0][0]
-        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        rt.update_params(weights(1))
         assert _answers(rt) == served[format, 1][0]
 
 
@@ -208,7 +208,6 @@ def test_embeddings_can_stay_dense(served):
 
 
 def test_what_is_not_supported_is_refused():
-    """The errors say what to pass instead."""
     with pytest.raises(InvalidConfigError, match="quantize='int3' is not supported; pass one of"):
         _runtime(quantize="int3")
     with pytest.raises(InvalidConfigError, match="quantize_embeddings='int2'"):

@@ -15,16 +15,8 @@ from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, torch_logits, write_checkpoint
+from tests.runtime.serving import CHECKPOINT
 
-OPTIONS = dict(
-    max_slots=4,
-    max_step_tokens=16,
-    page_size=8,
-    max_context=128,
-    progress=False,
-    dtype="float32",
-    warmup=False,
-)
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 _RNG = np.random.default_rng(5)
 # More prompts than slots; some are longer than a step.
@@ -38,7 +30,7 @@ def checkpoint(request, tmp_path_factory):
     """A folder with a model, and its greedy answers to PROMPTS, which PyTorch's logits confirm."""
     folder = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, folder)
-    with Runtime.from_pretrained(str(folder), policy="orca", **OPTIONS) as rt:
+    with Runtime.from_pretrained(str(folder), policy="orca", **CHECKPOINT) as rt:
         answers = [rt.generate(prompt, PARAMS) for prompt in PROMPTS]
     wanted = [list(answer.token_ids) for answer in answers]
     for prompt, answer in zip(PROMPTS, wanted, strict=True):
@@ -58,7 +50,7 @@ def bamba(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bamba_answers(bamba) -> list[list[int]]:
     """Its answers to PROMPTS with pages enough."""
-    with Runtime.from_pretrained(bamba, policy="orca", **OPTIONS) as rt:
+    with Runtime.from_pretrained(bamba, policy="orca", **CHECKPOINT) as rt:
         return _tokens(rt.generate(PROMPTS, PARAMS))
 
 
@@ -82,7 +74,7 @@ def _cut(wanted: list[list[int]]) -> list[list[int]]:
 def test_every_policy_gives_the_same_answers(checkpoint, policy):
     """Chunks of prompts beside decoding, answers that end apart, and repeated prompts."""
     folder, wanted = checkpoint
-    with Runtime.from_pretrained(folder, policy=policy, **OPTIONS) as rt:
+    with Runtime.from_pretrained(folder, policy=policy, **CHECKPOINT) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
         assert _tokens(rt.generate(PROMPTS[:3], PARAMS)) == wanted[:3]
         assert rt.stats().num_prefix_hit == 0
@@ -93,7 +85,7 @@ def test_every_policy_gives_the_same_answers(checkpoint, policy):
 def test_nothing_compiles_after_the_warm_up(checkpoint):
     """Steps, moves of slots and of their states are prepared before the first request."""
     folder, wanted = checkpoint
-    with Runtime.from_pretrained(folder, **OPTIONS | dict(warmup=True, strict=True)) as rt:
+    with Runtime.from_pretrained(folder, **CHECKPOINT | dict(warmup=True, strict=True)) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
 
 
@@ -105,7 +97,7 @@ def test_states_move_with_their_slots(checkpoint):
     order = [1, 4, 6, 0, 4, 6, 0, 3]  # of PROMPTS, one for each slot
     lengths = [12, *[2] * 6, 12]
     each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
-    options = OPTIONS | dict(wrap_executor=recording, policy="orca", max_slots=8)
+    options = CHECKPOINT | dict(wrap_executor=recording, policy="orca", max_slots=8)
     with Runtime.from_pretrained(folder, **options) as rt:
         got = _tokens(rt.generate([PROMPTS[i] for i in order], each))
     assert got == [wanted[i][:n] for i, n in zip(order, lengths, strict=True)]
@@ -120,7 +112,7 @@ def test_a_step_has_several_pieces_of_a_prompt(tmp_path):
     prompts = [long.tolist(), long[:20].tolist()]
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=0)
     recording = WrapAll(RecordingExecutor)
-    options = OPTIONS | dict(max_step_tokens=192, max_context=200, wrap_executor=recording)
+    options = CHECKPOINT | dict(max_step_tokens=192, max_context=200, wrap_executor=recording)
     with Runtime.from_pretrained(str(tmp_path), policy="orca", **options) as rt:
         answers = rt.generate(prompts, params)
     rows = [row for plan in recording.executors[0].plans for row in plan.rows]
@@ -138,7 +130,7 @@ def test_samples_are_those_of_as_many_requests(checkpoint):
     """Samples of one prompt compute it each, since its pages are not all that they need."""
     folder, _ = checkpoint
     many = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=4, ignore_eos=True)
-    with Runtime.from_pretrained(folder, **OPTIONS) as rt:
+    with Runtime.from_pretrained(folder, **CHECKPOINT) as rt:
         together = rt.generate([PROMPTS[3]], many)[0]
         again = rt.generate([PROMPTS[3], *PROMPTS], many)[0]
     assert together.samples == again.samples
@@ -148,7 +140,7 @@ def test_samples_are_those_of_as_many_requests(checkpoint):
 @pytest.mark.parametrize("policy", some(["vllm_like", "pensieve", "auto"]))
 def test_preempted_sequences_are_computed_again(bamba, bamba_answers, policy):
     """With too few pages, sequences begin anew, and answers stay the same; nothing is swapped."""
-    with Runtime.from_pretrained(bamba, policy=policy, kv_memory="20kB", **OPTIONS) as rt:
+    with Runtime.from_pretrained(bamba, policy=policy, kv_memory="20kB", **CHECKPOINT) as rt:
         assert _tokens(rt.generate(PROMPTS * 2, PARAMS)) == bamba_answers * 2
         stats = rt.stats()
         assert stats.num_preemptions > 0 or policy == "auto"
@@ -159,7 +151,7 @@ def test_preempted_sequences_are_computed_again(bamba, bamba_answers, policy):
 @pytest.mark.release
 def test_a_pool_of_pages_is_resized(bamba):
     """States stay as they are when pages move; a model without pages has nothing to resize."""
-    with Runtime.from_pretrained(bamba, **OPTIONS) as rt:
+    with Runtime.from_pretrained(bamba, **CHECKPOINT) as rt:
         wanted = _tokens(rt.generate(PROMPTS, PARAMS))
         rt.resize_kv("20kB")
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
@@ -170,10 +162,10 @@ def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
     """A size of the pool is refused, at construction and later."""
     write_checkpoint("mamba2", tmp_path)
     with pytest.raises(InvalidConfigError, match="kv_memory='1MB'.*no keys and values"):
-        Runtime.from_pretrained(str(tmp_path), kv_memory="1MB", **OPTIONS)
+        Runtime.from_pretrained(str(tmp_path), kv_memory="1MB", **CHECKPOINT)
     with pytest.raises(InvalidConfigError, match="kv_dtype='int8'.*no keys and values"):
-        Runtime.from_pretrained(str(tmp_path), kv_dtype="int8", **OPTIONS)
-    with Runtime.from_pretrained(str(tmp_path), **OPTIONS) as rt:
+        Runtime.from_pretrained(str(tmp_path), kv_dtype="int8", **CHECKPOINT)
+    with Runtime.from_pretrained(str(tmp_path), **CHECKPOINT) as rt:
         with pytest.raises(InvalidConfigError, match="no keys and values"):
             rt.resize_kv("1MB")
         assert len(rt.generate(PROMPTS[1], PARAMS).token_ids) == 12
@@ -187,7 +179,7 @@ def test_states_that_do_not_fit_are_named(bamba, tmp_path):
     (tmp_path / "config.json").write_text(large)
     many = dict(max_slots=1 << 16, max_step_tokens=1 << 16, load="random")
     with pytest.raises(DeviceMemoryError, match="states in slots do not fit.*lower max_slots"):
-        Runtime.from_pretrained(tmp_path, **OPTIONS | many)
+        Runtime.from_pretrained(tmp_path, **CHECKPOINT | many)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +194,8 @@ def test_states_that_do_not_fit_are_named(bamba, tmp_path):
     ],
 )
 def test_what_states_cannot_have_is_refused(bamba, options, mesh, message):
-    """The error names what was given, and says what to do."""
     with pytest.raises(InvalidConfigError, match=f"{message}.*recurrent layers.*omit"):
-        Runtime.from_pretrained(bamba, mesh=mesh(), **options, **OPTIONS)
+        Runtime.from_pretrained(bamba, mesh=mesh(), **options, **CHECKPOINT)
 
 
 @pytest.mark.release
@@ -212,7 +203,7 @@ def test_replicas_quantised_weights_and_new_weights(bamba):
     """What does not touch states works as for other models."""
     dense = load_model(bamba, dtype="float32", progress=False).params
     eight_bits = dict(quantize="int8", kv_dtype="int8")
-    with Runtime.from_pretrained(bamba, mesh=make_mesh(data=2), **eight_bits, **OPTIONS) as rt:
+    with Runtime.from_pretrained(bamba, mesh=make_mesh(data=2), **eight_bits, **CHECKPOINT) as rt:
         alone = _tokens([rt.generate(prompt, PARAMS) for prompt in PROMPTS])
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == alone
         rt.update_params(dense)

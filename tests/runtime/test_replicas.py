@@ -33,6 +33,7 @@ from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.testing import FaultyExecutor, SlowExecutor
 from predictor import LengthBuckets, Refinement
+from tests.common.waiting import until
 
 CONFIG = EngineConfig(page_size=4, num_pages=20, max_slots=4, max_context=60, max_step_tokens=16)
 WAIT_S = 30
@@ -63,10 +64,7 @@ def _answer(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int | No
 
 def _check_is_clean(replicas: Replicas) -> None:
     """Check that the router has no unfinished request, at the latest a moment after its answer."""
-    end_s = time.monotonic() + WAIT_S
-    while any(replicas.work):
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    until(lambda: not any(replicas.work))
 
 
 def test_the_next_turn_goes_where_the_answer_is():
@@ -95,10 +93,7 @@ def test_the_queue_is_bounded():
     """A call whose requests would be too many submits none; requests with a slot do not count."""
     with _replicas(1, lambda inner: SlowExecutor(inner, 0.01), max_waiting=3) as replicas:
         replicas.submit(*(_answer(f"first {i}", max_tokens=40) for i in range(3)))
-        end_s = time.monotonic() + WAIT_S
-        while len(replicas.first.engine.scheduler.running) < 3:
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
+        until(lambda: len(replicas.first.engine.scheduler.running) == 3)
         waiting = [_answer(f"later {i}", max_tokens=40) for i in range(3)]
         with replicas.first.loop.paused("keep"):  # none begins
             replicas.submit(*waiting[:2])
@@ -138,10 +133,7 @@ def test_a_refusal_looks_at_few_of_those_that_wait():
                     sys.setprofile(None)
                 for number in range(0, num_waiting, num_waiting // 5):
                     replicas.cancel(f"{number + num_waiting // 10}")
-            end_s = time.monotonic() + WAIT_S
-            while len(replicas.first.engine.scheduler.running) < 3:
-                assert time.monotonic() < end_s
-                time.sleep(0.001)
+            until(lambda: len(replicas.first.engine.scheduler.running) >= 3)
             replicas.submit(*(_answer(f"again {i}") for i in range(5)))
     assert looked_at[1] < 1.5 * looked_at[0] + 200, looked_at
 

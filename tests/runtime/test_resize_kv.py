@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import jax
 import pytest
@@ -14,6 +13,8 @@ from jaxserve.testing import SlowExecutor, WrapAll
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
 from tests.common.tiers import some
+from tests.common.waiting import until
+from tests.runtime.serving import tokens, until_tokens
 
 OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, warmup=False)
 PROMPTS = random_prompts(4, longest=30)
@@ -28,15 +29,11 @@ MOST_PAGES = 1 + 2 * PAGES_OF_ONE
 FEW_PAGES = PAGES_OF_ONE + 4
 
 
-def _tokens(completions) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
-
-
 @pytest.fixture(scope="module")
 def answers():
     """The answers of a runtime whose pool is not resized."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
-        return _tokens(rt.generate(PROMPTS, LONG))
+        return tokens(rt.generate(PROMPTS, LONG))
 
 
 def _cache_bytes() -> int:
@@ -51,10 +48,7 @@ def _cache_bytes() -> int:
 
 def _until_cache_bytes(wanted: int) -> None:
     """Wait until the pages on all devices have the wanted number of bytes."""
-    end_s = time.monotonic() + 20
-    while (given := _cache_bytes()) != wanted:
-        assert time.monotonic() < end_s, f"{given:,} bytes of pages, and not {wanted:,}"
-        time.sleep(0.02)
+    until(lambda: _cache_bytes() == wanted)
 
 
 def _page_bytes(rt: Runtime) -> int:
@@ -65,14 +59,13 @@ def _begun(rt: Runtime):
     """Submit all prompts, and wait until two are in the middle of their answers."""
     target = rt.stats().num_tokens + 180
     pending = [rt.submit(prompt, each) for prompt, each in zip(PROMPTS, LONG, strict=True)]
-    while rt.stats().num_tokens < target:
-        time.sleep(0.005)
+    until_tokens(rt, target)
     return pending
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("num_shards", some([1, 2]))
-def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
+def test_running_requests_go_on_with_the_sametokens(answers, num_shards):
     """The pool shrinks below the pages of running requests and grows again; memory is freed.
 
     Over two devices nothing compiles, after a warm-up.
@@ -95,11 +88,11 @@ def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
         executor.step_s = 0.02
         _until_cache_bytes(others + num_shards * whole)
         rt.check_integrity()
-        assert _tokens(p.result(60) for p in pending) == answers
+        assert tokens(p.result(60) for p in pending) == answers
         assert rt.stats().num_preemptions == 1
         pending = _begun(rt)
         rt.resize_kv(FEW_PAGES * page)
-        assert _tokens(p.result(60) for p in pending) == answers
+        assert tokens(p.result(60) for p in pending) == answers
         assert not is_warm or rt.stats().num_compilations == compiled
 
 
@@ -133,7 +126,7 @@ def test_a_request_that_does_not_fit_fails_alone_with_the_reason():
         assert isinstance(refused.error, PromptTooLongError)
         assert served.token_ids == cut.token_ids
         assert rt.resize_kv("64MB") == whole
-        assert _tokens(rt.generate([long, short], few)) == _tokens(wanted)
+        assert tokens(rt.generate([long, short], few)) == tokens(wanted)
 
 
 @pytest.mark.release
@@ -150,7 +143,7 @@ def test_what_cannot_be_had_changes_nothing(answers):
         with pytest.raises(InvalidConfigError, match="not a size"):
             rt.resize_kv("much")
         assert rt.stats().num_pages == FEW_PAGES
-        assert _tokens(p.result(60) for p in pending) == answers
+        assert tokens(p.result(60) for p in pending) == answers
 
 
 def test_counters_compile_nothing():

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.models.families import config_from_hf
-from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
+from tests.runtime.serving import bits_of, tiny_family
 
 IS_GPU = jax.default_backend() == "gpu"
 # On a GPU the platform's choice. Elsewhere few sizes, since an interpreted kernel takes seconds to
@@ -34,10 +33,7 @@ PARAMS = [
 ]
 
 
-def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
-    """Return tokens and log-probabilities of some of the requests, computed together, by index."""
-    done = rt.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen], progress=False)
-    return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
+own_bits = partial(bits_of, PROMPTS, PARAMS)
 
 
 @pytest.mark.release
@@ -45,11 +41,11 @@ def test_invariant_when_batches_chunks_and_cached_prefixes_change_nothing():
     """Prompts are cut into other chunks beside other requests, and found in the cache again."""
     model = tiny_llama(dtype=jnp.bfloat16, num_layers=1, layer_layout="scanned")
     with Runtime(model, policy="pensieve", **ON) as rt:
-        together = bits_of(rt, range(len(PROMPTS)))
+        together = own_bits(rt, range(len(PROMPTS)))
         for i in (3, 0, 2, 1):
-            assert bits_of(rt, [i]) == {i: together[i]}
+            assert own_bits(rt, [i]) == {i: together[i]}
         assert rt.stats().num_prefix_hit > 0
-        assert bits_of(rt, [2, 1, 3]) == {i: together[i] for i in (2, 1, 3)}
+        assert own_bits(rt, [2, 1, 3]) == {i: together[i] for i in (2, 1, 3)}
     served = {(each.operation, each.implementation) for each in dispatch.choices()}
     rows = KERNELS.replace("triton", "triton_rows")
     assert served >= {("fused_matmul", rows), ("matmul", KERNELS), ("rms_norm", KERNELS)}
@@ -68,20 +64,16 @@ def test_invariant_on_a_gpu_in_random_batches(dtype):
         for i in range(len(prompts))
     ]
 
-    def bits(rt: Runtime, chosen: Any) -> list[Any]:
-        done = rt.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
-        return [(each.token_ids, each.logprobs) for each in done]
-
     model = tiny_llama(dtype=jnp.dtype(dtype))
     options: dict[str, Any] = OPTIONS | {"max_slots": 16, "deterministic": True}
     single: dict[str, Any] = options | {"max_slots": 1}
     with Runtime(model, **single) as rt:
-        alone = [bits(rt, [i])[0] for i in range(len(prompts))]
+        alone = [bits_of(prompts, params, rt, [i])[i] for i in range(len(prompts))]
     with Runtime(model, **options) as rt:
         for _ in range(6):
             size = int(random.integers(2, len(prompts)))
             chosen = random.choice(len(prompts), size, replace=False)
-            assert bits(rt, chosen) == [alone[i] for i in chosen]
+            assert bits_of(prompts, params, rt, chosen) == {i: alone[i] for i in chosen}
         sequences = [[*p, *each[0]] for p, each in zip(prompts, alone, strict=True)]
         for prompt, each, scores in zip(prompts, alone, rt.score(sequences), strict=True):
             reported = np.array([token.logprob for token in each[1]], np.float32)
@@ -103,22 +95,5 @@ def test_weights_that_the_kernels_do_not_serve_are_refused(options, message):
 
 def test_mixtures_of_experts_are_refused():
     """Their groups of tokens have products of XLA's on GPUs."""
-    config = config_from_hf(
-        dict(
-            model_type="qwen3_moe",
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=128,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-        )
-    )
-    model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
     with pytest.raises(InvalidConfigError, match="with Experts and MixtureOfExperts on a GPU"):
-        Runtime(model, **ON)
+        Runtime(tiny_family("qwen3_moe"), **ON)

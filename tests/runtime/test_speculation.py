@@ -132,13 +132,11 @@ def _check_distribution(speculating: Runtime, at_once: int = 400) -> None:
 
 
 def test_drawn_answers_have_the_distribution_of_the_model(speculating):
-    """With a lookup."""
     _check_distribution(speculating)
 
 
 @pytest.mark.release
 def test_drawn_answers_with_a_draft_model_have_the_distribution_of_the_model():
-    """With the proposals of a model that differs."""
     draft: dict[str, Any] = {"speculation": "draft", "draft_model": tiny_llama(7, num_layers=1)}
     with Runtime(tiny_llama(), **OPTIONS | draft) as runtime:
         # Every answer has a slot, so that no prompt cuts the loops of answers short.
@@ -306,24 +304,19 @@ def test_a_draft_model_knows_pages_that_came_back():
     assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens > 0
 
 
-def test_a_draft_model_that_does_not_fit_is_refused():
+def test_what_cannot_speculate_is_refused():
     other = Llama(replace(tiny_llama().config, vocab_size=50), rngs=nnx.Rngs(0))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"speculation": "draft"}, "draft_model=None"),
         ({"draft_model": tiny_llama()}, "speculation=None"),
         ({"speculation": "draft", "draft_model": other}, "50 tokens"),
         ({"speculation": "draft", "draft_model": tiny_llama(), "mesh": make_mesh(data=2)}, "mesh"),
+        ({"speculation": "oracle"}, "speculation='oracle' is unknown"),
+        ({"speculation": "lookup", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     ]
     for options, name in cases:
         with pytest.raises(InvalidConfigError, match=name):
             Runtime(tiny_llama(), **OPTIONS, **options)
-
-
-def test_an_unknown_source_of_proposals_is_refused():
-    with pytest.raises(InvalidConfigError, match="speculation='oracle' is unknown"):
-        Runtime(tiny_llama(), **OPTIONS, speculation="oracle")
-    with pytest.raises(InvalidConfigError, match="num_speculative_tokens=0"):
-        Runtime(tiny_llama(), **OPTIONS, speculation="lookup", num_speculative_tokens=0)
 
 
 def test_options_of_what_is_off_are_refused():

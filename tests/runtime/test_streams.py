@@ -25,7 +25,6 @@ def _start(sink: PieceSink) -> Pending[Completion]:
 
 
 def test_a_completion_that_never_comes_is_given_up():
-    """The reader raises after the last piece."""
     pieces = read(_start, 1, timeout_s=0.05)
     assert next(pieces) == LAST
     with pytest.raises(TimeoutError):
@@ -33,8 +32,6 @@ def test_a_completion_that_never_comes_is_given_up():
 
 
 def test_a_completion_that_never_comes_is_given_up_in_asyncio():
-    """The asynchronous reader raises too."""
-
     async def consume() -> list[Piece]:
         seen = []
         with pytest.raises(TimeoutError):

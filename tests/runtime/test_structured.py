@@ -227,7 +227,6 @@ def test_grammars_of_shorter_answers(rt: Runtime, given: dict[str, Any], logprob
 
 
 def test_conversations_keep_the_grammar_of_a_turn(rt: Runtime):
-    """A turn has a grammar of its own, and the next one has none."""
     chat = rt.conversation()
     first = chat.send("hi", SamplingParams(regex="[ab]{4}"))
     second = chat.send("hi", SamplingParams(max_tokens=6))

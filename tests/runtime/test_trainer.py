@@ -13,11 +13,10 @@ import pytest
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.models.families import config_from_hf
-from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.testing import WrapAll, tiny_llama
 from sharding import make_mesh, state_shardings
 from tests.common.tiers import some
+from tests.runtime.serving import has_shards_of, tiny_family, weights
 
 # Runs in its own process: peak memory since its weights were made, divided by their size.
 _PEAK_GROWTH = """
@@ -83,47 +82,14 @@ def test_a_runtime_holds_no_second_copy_of_the_weights():
 def test_every_shard_is_the_trainers():
     """On a mesh the runtime's shards are the trainer's from the start."""
     mesh = make_mesh(tensor=4)
-    params = nnx.state(tiny_llama(), nnx.Param)
+    params = weights()
     trained = jax.device_put(params, state_shardings(params, mesh))
     seen = WrapAll()
     options = dict(max_slots=4, warmup=False, wrap_executor=seen)
     with Runtime(tiny_llama(), trained, mesh=mesh, **options):
-        served = jax.tree.leaves(seen.executors[0].params)
-        for own, theirs in zip(served, jax.tree.leaves(trained), strict=True):
-            assert len(own.addressable_shards) == 4
-            for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):
-                assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
-
-
-_SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=8,
-    max_position_embeddings=64,
-)
-FAMILIES = {
-    "llama": dict(model_type="llama", **_SIZES),
-    "gemma2": dict(
-        model_type="gemma2",
-        **_SIZES,
-        query_pre_attn_scalar=8,
-        sliding_window=7,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=3.0,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "qwen3_moe": dict(
-        model_type="qwen3_moe",
-        **_SIZES,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    ),
-}
+        served = seen.executors[0].params
+        assert has_shards_of(served, trained)
+        assert {len(leaf.addressable_shards) for leaf in jax.tree.leaves(served)} == {4}
 
 
 @pytest.mark.parametrize(
@@ -135,8 +101,7 @@ def test_log_probabilities_are_the_trainers(family, num_shards):
 
     Answers come from a mixed batch through the paged cache, by prefill chunks and decode loops.
     """
-    config = config_from_hf(FAMILIES[family])
-    model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
+    model = tiny_family(family)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 97, length).tolist() for length in (1, 33, 5, 20)]
     each = [

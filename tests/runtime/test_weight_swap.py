@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,14 +27,12 @@ from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import make_mesh
 from tests.common.tiers import some
+from tests.common.waiting import until
+from tests.runtime.serving import pointers, weights
 
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto"}
 PROMPTS = random_prompts(6, longest=30)
 EACH = SamplingParams(max_tokens=20)
-
-
-def _params(seed: int) -> nnx.State:
-    return nnx.state(tiny_llama(seed), nnx.Param)
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +106,23 @@ def test_an_update_that_fails_in_its_middle_is_undone(answers, tmp_path, num_rep
         running = [rt.submit(prompt, EACH) for prompt in PROMPTS]
         executors.executors[-1].errors[at] = error
         with pytest.raises(type(error), match=str(error)):
-            rt.update_params(_params(1), running="keep")
+            rt.update_params(weights(1), running="keep")
         assert not executors.executors[-1].errors
         assert [one.result(60).token_ids for one in running] == answers[0]
         assert {v for one in running for v in one.result().weights_versions} == {0}
         assert _answers(rt, 0) == answers[0]
         rt.check_integrity()
-        assert rt.update_params(_params(1), running="keep") == 1
+        assert rt.update_params(weights(1), running="keep") == 1
         assert _answers(rt, 1) == answers[1]
 
 
 def test_devices_without_room_for_new_weights_serve_the_old_ones(answers):
-    """The error is typed and says what to do."""
     executors = WrapAll(_Faulty)
     with Runtime(tiny_llama(0), wrap_executor=executors, **OPTIONS) as rt:
         (executor,) = executors.executors
         executor.errors["fitted"] = RuntimeError("RESOURCE_EXHAUSTED: no room for 9 bytes")
         with pytest.raises(DeviceMemoryError, match="go on serving.*smaller kv_memory"):
-            rt.update_params(_params(1))
+            rt.update_params(weights(1))
         assert _answers(rt, 0) == answers[0]
 
 
@@ -228,13 +224,13 @@ def test_numbers_that_a_cast_makes_infinite_are_refused(served, given, value, op
     with Runtime(tiny_llama(0, served), **OPTIONS | options) as rt:
         before = _answers(rt, 0)
         # Of a norm, which stays dense.
-        large = _with_norm(_params(1), value, given)
+        large = _with_norm(weights(1), value, given)
         if as_numpy:
             large = jax.tree.map(np.asarray, large)
         with pytest.raises(InvalidParamsError, match=f"norm.*the largest of the model's {served}"):
             rt.update_params(large)
         assert _answers(rt, 0) == before
-        fine = _with_norm(_params(1), 3.0, given)
+        fine = _with_norm(weights(1), 3.0, given)
         rt.update_params(jax.tree.map(np.asarray, fine) if as_numpy else fine)
         assert _answers(rt, 1) != before
 
@@ -243,13 +239,11 @@ def test_prepared_weights_are_placed_before_the_pause(answers):
     """They are shared with their owner; the update takes them as they lie."""
     seen = WrapAll()
     with Runtime(tiny_llama(0), wrap_executor=seen, **OPTIONS) as rt:
-        new = _params(1)
+        new = weights(1)
         prepared = rt.prepare_params(new)
         assert _answers(rt, 0) == answers[0]
         assert rt.update_params(prepared) == 1
-        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)]
-        own = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(seen.executors[0].params)]
-        assert own == pointers
+        assert pointers(seen.executors[0].params) == pointers(new)
         assert _answers(rt, 1) == answers[1]
         with pytest.raises(InvalidParamsError, match="is missing"):
             rt.prepare_params(nnx.State({}))
@@ -258,7 +252,7 @@ def test_prepared_weights_are_placed_before_the_pause(answers):
 def test_prepared_weights_that_were_donated_since_are_refused(answers):
     """The present weights go on serving, on this runtime and after it."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
-        new = _params(1)
+        new = weights(1)
         prepared = rt.prepare_params(new)
         for leaf in jax.tree.leaves(new):
             leaf.delete()  # as a training step does that donates them
@@ -269,21 +263,21 @@ def test_prepared_weights_that_were_donated_since_are_refused(answers):
 
 def test_prepared_parts_are_refused_where_there_is_no_rest(answers):
     """The weights were dropped in between; all of them together serve again."""
-    flat = nnx.to_flat_state(_params(1))
+    flat = nnx.to_flat_state(weights(1))
     part = nnx.from_flat_state([(path, v) for path, v in flat if path[:2] == ("blocks", 0)])
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
         prepared = rt.prepare_params(part, partial=True)
         rt.sleep(drops_weights=True)
         with pytest.raises(InvalidParamsError, match="the weights were dropped"):
             rt.update_params(prepared)
-        rt.update_params(_params(1))
+        rt.update_params(weights(1))
         rt.wake_up()
         assert _answers(rt, 1) == answers[1]
 
 
 def test_prepared_parts_go_on_top_of_what_came_in_between(answers):
     """A part that was prepared before another update keeps that update's other parameters."""
-    flat = nnx.to_flat_state(_params(1))
+    flat = nnx.to_flat_state(weights(1))
     first = nnx.from_flat_state([(path, v) for path, v in flat if path[:2] == ("blocks", 0)])
     rest = nnx.from_flat_state([(path, v) for path, v in flat if path[:2] != ("blocks", 0)])
     with Runtime(tiny_llama(0), **OPTIONS) as rt, Runtime(tiny_llama(0), **OPTIONS) as other:
@@ -304,10 +298,9 @@ def test_the_end_of_a_stale_sample_reaches_its_stream_at_once():
     with Runtime(tiny_llama(0), wrap_executor=slow, **OPTIONS | {"max_slots": 1}) as rt:
         pieces = []
         pending = rt.submit(PROMPTS[0], two, on_piece=pieces.append)
-        while not pieces:
-            time.sleep(0.001)
+        until(lambda: pieces)
         assert {piece.sample_index for piece in pieces} == {0}
-        rt.update_params(_params(1), running="keep", max_staleness=0)
+        rt.update_params(weights(1), running="keep", max_staleness=0)
         done = pending.result(60)
     assert [sample.finish_reason for sample in done.samples] == ["error", "length"]
     assert done.samples[1].version_runs == ((1, 40),)

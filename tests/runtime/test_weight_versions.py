@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from sharding import StagePlan, make_mesh, state_shardings
 from tests.common.tiers import some
+from tests.runtime.serving import weights
 
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "strict": True, "warmup": True}
 SLOW: dict[str, Any] = OPTIONS | {
@@ -41,16 +41,11 @@ NUM_SETS = 4
 NUM_UPDATES = 1000
 
 
-@functools.cache
-def _params(seed: int) -> nnx.State:
-    return nnx.state(tiny_llama(seed), nnx.Param)
-
-
 @pytest.fixture(scope="module")
 def slow():
     """A runtime whose steps take 20 ms longer, and give four tokens to a sequence at most."""
     for seed in range(3):
-        _params(seed)  # so that no request ends while they are made
+        weights(seed)  # so that no request ends while they are made
     with Runtime(tiny_llama(0), **SLOW) as rt:
         yield rt
 
@@ -73,7 +68,7 @@ def _greedy(seed: int, tokens: Sequence[int]) -> list[int]:
     """Return the greedy token after each token, by a forward pass over all of them."""
     padded = np.zeros(MAX_CONTEXT, np.int32)
     padded[: len(tokens)] = tokens
-    logits = np.asarray(_logits(_params(seed), jnp.asarray(padded)[None]))[0]
+    logits = np.asarray(_logits(weights(seed), jnp.asarray(padded)[None]))[0]
     return np.argmax(logits, -1)[: len(tokens)].tolist()
 
 
@@ -114,7 +109,7 @@ def test_a_thousand_updates_while_requests_run():
 
     Prompts share their first two pages, so a page of former weights would change tokens.
     """
-    sets = [_params(seed) for seed in range(NUM_SETS)]
+    sets = [weights(seed) for seed in range(NUM_SETS)]
     rng = np.random.default_rng(0)
     common = rng.integers(0, VOCAB_SIZE, 16).tolist()
     each = SamplingParams(max_tokens=12)
@@ -149,14 +144,14 @@ def test_a_thousand_updates_while_requests_run():
 def test_scores_of_a_prompt_stay_those_that_its_answer_began_with(slow):
     """Computing the prompt anew for other weights does not exchange them under the first tokens."""
     asked = SamplingParams(max_tokens=90, prompt_logprobs=0)
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     pending, _ = _begun(slow, asked)
-    slow.update_params(_params(1), running="keep", kv="recompute")
+    slow.update_params(weights(1), running="keep", kv="recompute")
     done = pending.result(60)
     assert len(done.samples[0].version_runs) == 2
     found = {}
     for seed in (0, 1):
-        slow.update_params(_params(seed))
+        slow.update_params(weights(seed))
         [alone] = slow.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
         found[seed] = _scores(alone)
     np.testing.assert_allclose(_scores(done), found[0], rtol=1e-4)
@@ -170,10 +165,10 @@ def _scores(completion: Completion) -> list[float]:
 def test_kept_kv_goes_on_at_once_and_is_not_found_by_others(slow):
     """The next token is of the new weights; no later prompt gets pages of the old ones."""
     before = slow.weights_version
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     pending, _ = _begun(slow)
     num_recomputed = slow.stats().num_prefix_queried
-    slow.update_params(_params(1), running="keep", kv="keep")
+    slow.update_params(weights(1), running="keep", kv="keep")
     mixed = pending.result(60)
     assert slow.stats().num_prefix_queried == num_recomputed  # it was not admitted again
     [(old, num_old), (new, num_new)] = mixed.samples[0].version_runs
@@ -191,11 +186,11 @@ def test_kept_kv_goes_on_at_once_and_is_not_found_by_others(slow):
 
 def test_pieces_and_samples_have_versions(slow):
     """A stream says the version of each piece; two samples of a request have their own runs."""
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     first = slow.weights_version
     several = SamplingParams(max_tokens=40, n=2, temperature=1.0, seed=1)
     pending, pieces = _begun(slow, several)
-    slow.update_params(_params(1), running="keep")
+    slow.update_params(weights(1), running="keep")
     done = pending.result(60)
     for index, sample in enumerate(done.samples):
         own = [(p.weights_version, len(p.token_ids)) for p in pieces if p.sample_index == index]
@@ -206,11 +201,11 @@ def test_pieces_and_samples_have_versions(slow):
 
 def test_a_sample_that_is_too_stale_ends(slow):
     """It keeps its tokens and has a typed error; one whose first token is new enough goes on."""
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     stale, _ = _begun(slow)
-    slow.update_params(_params(1), running="keep", max_staleness=1)
+    slow.update_params(weights(1), running="keep", max_staleness=1)
     fresh, _ = _begun(slow)
-    slow.update_params(_params(2), running="keep", max_staleness=1)
+    slow.update_params(weights(2), running="keep", max_staleness=1)
     ended = stale.result(60)
     assert isinstance(ended.error, StaleWeightsError) and ended.finish_reason == "error"
     assert 0 < len(ended.token_ids) < LONG.max_tokens
@@ -221,8 +216,8 @@ def test_a_sample_that_is_too_stale_ends(slow):
 def test_versions_are_given_or_counted(slow):
     """A given one is above the present one; other arguments are checked before requests end."""
     present = slow.weights_version
-    assert slow.update_params(_params(0), version=present + 10) == present + 10
-    assert slow.update_params(_params(0)) == present + 11 == slow.weights_version
+    assert slow.update_params(weights(0), version=present + 10) == present + 10
+    assert slow.update_params(weights(0)) == present + 11 == slow.weights_version
     pending, _ = _begun(slow)
     for wrong, message in (
         (dict(version=present, running="abort"), "versions increase"),
@@ -233,7 +228,7 @@ def test_versions_are_given_or_counted(slow):
         (dict(max_staleness=True, running="keep"), "max_staleness=True"),
     ):
         with pytest.raises(InvalidConfigError, match=message):
-            slow.update_params(_params(1), **wrong)
+            slow.update_params(weights(1), **wrong)
     assert pending.result(60).finish_reason == "length"
     assert slow.generate(PROMPT, SamplingParams(max_tokens=2)).weights_version == present + 11
 
@@ -253,18 +248,18 @@ def _with_nan(params: nnx.State) -> nnx.State:
 
 def test_an_update_that_fails_leaves_the_old_weights(slow):
     """NaN, deleted arrays and other structures; the request that runs does not notice."""
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     version = slow.weights_version
     wanted = slow.generate(PROMPT, LONG).token_ids
-    deleted = jax.tree.map(jnp.copy, _params(1))
+    deleted = jax.tree.map(jnp.copy, weights(1))
     jax.tree.leaves(deleted)[0].delete()
     pending, _ = _begun(slow)
     for wrong, message in (
-        (_with_nan(_params(1)), "has NaN or infinite numbers; the present weights"),
+        (_with_nan(weights(1)), "has NaN or infinite numbers; the present weights"),
         (deleted, "was deleted"),
-        (nnx.to_pure_dict(_params(1)), "type dict"),
-        (nnx.state(tiny_llama(1, num_layers=3), nnx.Param), "is unknown"),
-        (jax.tree.map(lambda x: x.astype(jnp.int32), _params(1)), "int32.*instead of float32"),
+        (nnx.to_pure_dict(weights(1)), "type dict"),
+        (weights(1, num_layers=3), "is unknown"),
+        (jax.tree.map(lambda x: x.astype(jnp.int32), weights(1)), "int32.*instead of float32"),
     ):
         with pytest.raises(InvalidParamsError, match=message):
             slow.update_params(wrong, running="restart")
@@ -274,7 +269,7 @@ def test_an_update_that_fails_leaves_the_old_weights(slow):
 
 def test_a_pause_halts_requests_and_takes_updates(slow):
     """No step runs; requests are accepted and cancelled; all go on with the same tokens."""
-    slow.update_params(_params(0))
+    slow.update_params(weights(0))
     wanted = slow.generate(PROMPT, LONG).token_ids
     halted, _ = _begun(slow)
     slow.pause()
@@ -293,8 +288,8 @@ def test_a_pause_halts_requests_and_takes_updates(slow):
     assert halted.result(60).token_ids == later.result(60).token_ids == wanted
     slow.pause()
     later = slow.submit(PROMPT, LONG)
-    slow.update_params(_params(1))  # which continues requests while the runtime is paused
-    slow.update_params(_params(2), running="restart")
+    slow.update_params(weights(1))  # which continues requests while the runtime is paused
+    slow.update_params(weights(2), running="restart")
     slow.resume()
     tokens = later.result(60).token_ids
     assert list(tokens) == _greedy(2, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
@@ -306,7 +301,7 @@ def test_nothing_waits_for_ends_during_a_pause(slow):
     """Calls that wait for running requests say what to do; closing a paused runtime ends them."""
     slow.pause("abort")
     for call in (
-        lambda: slow.update_params(_params(0), running="finish"),
+        lambda: slow.update_params(weights(0), running="finish"),
         lambda: slow.measure_step_times(rounds=1),
         lambda: slow.pause("finish"),
     ):
@@ -341,8 +336,8 @@ def test_memory_is_given_back_and_taken_again():
         with pytest.raises(InvalidConfigError, match=r"call rt\.update_params"):
             rt.wake_up()
         with pytest.raises(InvalidParamsError, match="partial=True is not allowed"):
-            rt.update_params(_params(1), partial=True)
-        rt.update_params(_params(1))
+            rt.update_params(weights(1), partial=True)
+        rt.update_params(weights(1))
         rt.wake_up()
         tokens = pending.result(60).token_ids
         num_old = pending.result().samples[0].version_runs[0][1]
@@ -368,7 +363,7 @@ def test_a_part_of_the_weights_is_updated(options):
     """The others stay; a part with unknown parameters is refused."""
     each = SamplingParams(max_tokens=12)
     part = nnx.from_flat_state(
-        [(path, v) for path, v in nnx.to_flat_state(_params(1)) if path[:2] == ("blocks", 1)]
+        [(path, v) for path, v in nnx.to_flat_state(weights(1)) if path[:2] == ("blocks", 1)]
     )
     with Runtime(tiny_llama(0), **tiny.OPTIONS | options) as rt:
         first = rt.generate(PROMPT, each).token_ids
@@ -379,7 +374,7 @@ def test_a_part_of_the_weights_is_updated(options):
         unknown = nnx.State({"head": part["blocks"]})
         with pytest.raises(InvalidParamsError, match="is unknown"):
             rt.update_params(unknown, partial=True)
-        rt.update_params(_merged(_params(0), part))
+        rt.update_params(_merged(weights(0), part))
         assert first != partly == rt.generate(PROMPT, each).token_ids
 
 
@@ -387,7 +382,7 @@ def test_a_part_of_the_weights_is_updated(options):
 def test_weights_come_from_another_mesh_and_dtype():
     """They are moved from the trainer's devices, and cast, in one replica or two."""
     each = SamplingParams(max_tokens=12)
-    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(1))
     rounded = jax.tree.map(lambda x: x.astype(jnp.float32), halves)
     with Runtime(tiny_llama(0), rounded, **tiny.OPTIONS) as rt:
         wanted = rt.generate(PROMPT, each).token_ids
