@@ -28,6 +28,7 @@ from jaxserve.models.rope import Rope, rope_tables
 from pallas_kernels import apply_rope
 from pallas_kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
 from sharding import make_mesh, state_shardings
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 # (implementation, seed); interpreted kernels are slow.
@@ -53,12 +54,6 @@ def _dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.
     logits = np.einsum("nhd,mhd->hnm", np.asarray(q, np.float64), k) * q.shape[-1] ** -0.5
     weights = np.exp(np.where(seen, logits, -np.inf) - logits.max())
     return np.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdims=True), v)
-
-
-def _assert_close(got, wanted, tolerance: float = 1e-5) -> None:
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) < tolerance * np.linalg.norm(wanted)
 
 
 def _config(num_heads: int, num_kv_heads: int, head_dim: int = 16, **others) -> LlamaConfig:
@@ -200,7 +195,7 @@ def test_each_kind_is_dense_attention(implementation, kind, seed):
         if kind == "causal":
             seen = np.arange(m) <= np.arange(m - n, m)[:, None]
         wanted = _dense(np.asarray(q)[first : first + n], own[:, :, 0], own[:, :, 1], seen)
-        _assert_close(got[first : first + n], wanted)
+        assert_close(got[first : first + n], wanted)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
@@ -222,7 +217,7 @@ def test_cross_attention_of_a_decode_batch(implementation):
         wanted = _dense(
             np.asarray(q)[i : i + 1], own[:, :, 0], own[:, :, 1], np.ones((1, keys[i]), bool)
         )
-        _assert_close(got[i : i + 1], wanted)
+        assert_close(got[i : i + 1], wanted)
     assert np.isfinite(got).all()
 
 
@@ -251,7 +246,7 @@ def test_a_self_attention_layer_of_either_kind(kind):
         q = rotated[own, :, :3].reshape(length, 6, 16)
         attended = _dense(q, rotated[own, :, 3], v[own], seen).reshape(length, 2, 3, 16)
         wanted = np.einsum("tkgd,kgde->te", attended, _numpy(layer.wo)) + _numpy(layer.bo)
-        _assert_close(got[own], wanted)
+        assert_close(got[own], wanted)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -307,7 +302,7 @@ def test_a_cross_attention_layer(num_shards, dtype):
                 offset=None,
             ),
         )
-    _assert_close(got, wanted, 1e-5 if dtype == "float32" else 0.02)
+    assert_close(got, wanted, 1e-5 if dtype == "float32" else 0.02)
     assert written.k_pages[0].dtype == dtype
 
 

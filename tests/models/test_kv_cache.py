@@ -15,6 +15,7 @@ from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.testing.tiny import tiny_llama
 from pallas_kernels import Rows, quantize
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 PAGE_SIZE = 4
@@ -110,8 +111,7 @@ def test_attention_sees_what_was_written_rounded_once(dtype, layout):
             rounded = qkv.at[:, :, -2:].set(_restored(qkv[:, :, -2:], dtype))
             got, narrow = _attend(narrow, layer, qkv, batch)
             wanted, wide = _attend(wide, layer, rounded, batch)
-            got, wanted = np.asarray(got), np.asarray(wanted)
-            assert np.linalg.norm(got - wanted) < 1e-6 * np.linalg.norm(wanted)
+            assert_close(got, wanted, 1e-6)
     for pages, scales, rounded in (
         (narrow.k_pages, narrow.k_scales, wide.k_pages),
         (narrow.v_pages, narrow.v_scales, wide.v_pages),

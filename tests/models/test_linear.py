@@ -21,6 +21,7 @@ from jaxserve.models.linear import Linear, WeightAxes, replace_weights
 from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh, state_shardings
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE
 from tests.models.serving import Server
@@ -77,12 +78,6 @@ def _merged(weight: AdaptedWeight, axes: WeightAxes, adapter: int) -> nnx.Param:
     return weight.base.replace(jnp.asarray(dense + change.reshape(dense.shape), jnp.float32))
 
 
-def _assert_close(got, wanted, tolerance: float = 1e-5) -> None:
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) < tolerance * np.linalg.norm(wanted)
-
-
 # ---- one weight ----
 
 
@@ -104,7 +99,7 @@ def test_a_dense_product_sums_over_the_in_axes(shape):
     )
     bias = _param(wanted.shape[1:], seed=3)
     got = jax.jit(Linear(dense, bias, transposed=axes.transposed))(x, None)
-    _assert_close(got, wanted + np.asarray(bias[...]))
+    assert_close(got, wanted + np.asarray(bias[...]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -165,9 +160,9 @@ def test_a_quantised_product_is_that_of_the_dequantised_weight(shape, format, dt
     got = jax.jit(quantised)(x, None)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == "float32" else 6e-3
-    _assert_close(np.asarray(got, np.float32), wanted, tolerance)
+    assert_close(np.asarray(got, np.float32), wanted, tolerance)
     wide = jax.jit(partial(quantised, out_dtype=jnp.float32))(x, None)
-    _assert_close(wide, wanted, tolerance)
+    assert_close(wide, wanted, tolerance)
 
 
 @pytest.mark.parametrize("transposed", some([False, True]))
@@ -179,7 +174,7 @@ def test_a_large_quantised_weight_is_never_widened_as_a_whole(transposed):
     linear = Linear(QuantisedWeight.of(dense, axes), transposed=transposed)
     product = jax.jit(lambda linear, x: linear(x, None)).lower(linear, x).compile()
     assert product.memory_analysis().temp_size_in_bytes < 20e6
-    _assert_close(product(linear, x), Linear(_dequantised(dense, axes), None, transposed)(x, None))
+    assert_close(product(linear, x), Linear(_dequantised(dense, axes), None, transposed)(x, None))
 
 
 @pytest.mark.parametrize("base", ["dense", "quantised"])
@@ -198,9 +193,9 @@ def test_tokens_go_through_their_own_adapters(shape, base):
     got = jax.jit(Linear(weight, transposed=axes.transposed))(x, jnp.asarray(adapter))
     for token, number in enumerate(adapter):
         own = Linear(_merged(merged, axes, number), transposed=axes.transposed)
-        _assert_close(got[token], own(x[token : token + 1], None)[0])
+        assert_close(got[token], own(x[token : token + 1], None)[0])
     without = Linear(weight, transposed=axes.transposed)(x, None)
-    _assert_close(without, Linear(merged.base, transposed=axes.transposed)(x, None))
+    assert_close(without, Linear(merged.base, transposed=axes.transposed)(x, None))
 
 
 def test_an_adapter_that_is_not_a_number_reaches_its_own_tokens_only():
@@ -236,7 +231,7 @@ def test_groups_of_tokens_have_matrices_of_their_own(kind):
             "adapted": _merged(adapted, axes, adapter[token]),
         }[kind]
         wanted = np.tensordot(np.asarray(x[token]), np.asarray(restored[...])[number], 1)
-        _assert_close(got[token], wanted)
+        assert_close(got[token], wanted)
     assert not np.asarray(got[len(expert) :]).any()
 
 
@@ -272,7 +267,7 @@ def test_outputs_go_through_the_adapter_of_their_own_module(way):
         else Linear(each)(x, adapter)
         for each in (weight, wide)
     )
-    _assert_close(got, wanted)
+    assert_close(got, wanted)
 
 
 def test_rows_of_an_embedding_are_those_of_the_weight():
@@ -289,7 +284,7 @@ def test_rows_of_an_embedding_are_those_of_the_weight():
     got = Linear(adapted).rows(index, adapter, "float32")
     for token, number in enumerate(adapter):
         whole = np.asarray(_merged(adapted, axes, int(number))[...])
-        _assert_close(got[token], whole[index[token]])
+        assert_close(got[token], whole[index[token]])
 
 
 # ---- whole models ----
@@ -350,7 +345,7 @@ def test_a_quantised_model_is_the_dequantised_one(variant, layer_layout, num_sha
     replace_weights(quantised, QuantisedWeight.of)
     replace_weights(restored, _dequantised)
     wanted = np.concatenate(_logits(restored))
-    _assert_close(np.concatenate(_logits(quantised, _mesh(num_shards))), wanted)
+    assert_close(np.concatenate(_logits(quantised, _mesh(num_shards))), wanted)
 
 
 @pytest.mark.parametrize("variant", some(FAMILIES, 0, len(FAMILIES) - 1))
@@ -380,7 +375,7 @@ def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_sh
         merged = _model(variant, layer_layout)
         _adapt(merged, partial(_merged, adapter=adapter))
         wanted = _logits(merged)
-        _assert_close(got[sequence], wanted[sequence])
+        assert_close(got[sequence], wanted[sequence])
         alike += [
             np.abs(got[other] - wanted[other]).max() for other in range(3) if other != sequence
         ]
@@ -397,7 +392,7 @@ def test_quantising_after_adapting_leaves_the_adapters():
     assert isinstance(first, AdaptedWeight) and isinstance(first.base, QuantisedWeight)
     got = _logits(model, adapters=(1, -1, 2))
     for own, wanted in zip(got, exact, strict=True):
-        _assert_close(own, wanted, 0.1)
+        assert_close(own, wanted, 0.1)
 
 
 @pytest.mark.release

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import Product, RowsAt, build, gated_cell
 from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
 from pallas_kernels.gated_cell.triton import tile_of
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 # Compiled as a whole, once for all calls of the same shapes.
@@ -30,8 +31,7 @@ def test_agrees_with_the_reference(shape, implementation):
     assert len(got) == len(wanted)
     for new, right in zip(got, wanted, strict=True):
         assert (new.shape, new.dtype) == ((shape.batch, shape.hidden), right.dtype)
-        new, right = np.asarray(new, np.float32), np.asarray(right, np.float32)
-        assert np.linalg.norm(new - right) <= ALLOWED[shape.dtype] * np.linalg.norm(right)
+        assert_close(new, right, ALLOWED[shape.dtype])
 
 
 CPU_SHAPES = [s for s in TEST_SHAPES if s.kind != "gru" and s.dtype == "float32"]
@@ -51,8 +51,7 @@ def test_the_kernel_of_cpus(shape, has_added):
     wanted = gated_cell(shape.kind, **inputs, implementation="reference")
     got = _gated_cell(shape.kind, **inputs, implementation="cpu")
     for new, right in zip(got, wanted, strict=True):
-        error = np.linalg.norm(np.asarray(new) - np.asarray(right))
-        assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
+        assert_close(new, right)
     last = shape.batch - 1
     alone = _gated_cell(
         shape.kind, **_with_rows(inputs, lambda rows: _one_row(rows, last)), implementation="cpu"
@@ -77,8 +76,7 @@ def test_equal_rows_at_the_end(shape, num_equal):
     wanted = gated_cell(shape.kind, **given, implementation="reference")
     got = _gated_cell(shape.kind, **given, implementation="cpu")
     for new, right in zip(got, wanted, strict=True):
-        error = np.linalg.norm(np.asarray(new) - np.asarray(right))
-        assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
+        assert_close(new, right)
     distinct = _gated_cell(shape.kind, **inputs, implementation="cpu")
     for new, one in zip(got, distinct, strict=True):
         np.testing.assert_array_equal(np.asarray(new)[: first + 1], np.asarray(one)[: first + 1])
@@ -117,7 +115,7 @@ def test_gradients_and_numbers_out_of_range_are_those_of_xla(shape):
     weight = inputs["products"][0].weight
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     one, other = (gradient(weight, name) for name in ("cpu", "xla"))
-    assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+    assert_close(one, other)
 
 
 @pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
@@ -145,8 +143,7 @@ def test_random_shapes():
         wanted = gated_cell(kind, **inputs, implementation="reference")
         got = _gated_cell(kind, **inputs, implementation="triton_interpreted")
         for new, right in zip(got, wanted, strict=True):
-            error = np.linalg.norm(np.asarray(new) - np.asarray(right))
-            assert error <= 1e-5 * np.linalg.norm(np.asarray(right)), str(shape)
+            assert_close(new, right)
 
 
 def test_bits_do_not_depend_on_other_rows():

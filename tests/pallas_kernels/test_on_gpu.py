@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.configurations import (
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
 from pallas_kernels.pointwise import shapes as pointwise_shapes
 from pallas_kernels.quantised_matmul import shapes as product_shapes
+from tests.common.closeness import assert_close
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
@@ -49,10 +50,8 @@ def test_agrees_with_float32(configuration):
     # The default on GPUs is TF32, whose error exceeds the tolerance for float32.
     with jax.default_matmul_precision("highest"):
         wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 1, rows, implementation="xla")
-    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
-    assert np.isfinite(got).all()
-    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
-    assert error < ALLOWED[configuration.dtype]
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    assert_close(got, wanted, ALLOWED[configuration.dtype])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_invariant_products_keep_the_bits_of_a_row(configuration):
         wanted = jnp.tensordot(wide["x"], weight, 1) + wide.get("bias", 0.0)
     if configuration.is_gated:
         wanted = jax.nn.silu(wanted[:, 0]) * wanted[:, 1]
-    _check_norm(got, wanted + wide.get("residual", 0.0), ALLOWED[configuration.dtype])
+    assert_close(got, wanted + wide.get("residual", 0.0), ALLOWED[configuration.dtype])
     random = np.random.default_rng(0)
     of_rows = {"x", "residual"} & set(inputs)
     for size in (1, 2, *random.integers(3, 700, 3)):
@@ -147,7 +146,7 @@ def test_invariant_norms_keep_the_bits_of_a_row(configuration):
     inputs = pointwise_shapes.make_inputs(configuration, seed=0)
     run, right = jax.jit(function), jax.jit(partial(function, implementation="xla"))
     got = run(**inputs)
-    _check_norm(got, right(**inputs), ALLOWED[configuration.dtype])
+    assert_close(got, right(**inputs), ALLOWED[configuration.dtype])
     random = np.random.default_rng(0)
     for size in (1, 2, *random.integers(3, 700, 3)):
         index = jnp.asarray(random.integers(configuration.rows, size=size))
@@ -163,10 +162,10 @@ def test_writes_agree_with_xla(shape):
         for name in ("triton", "xla")
     )
     allowed = {**ALLOWED, "int8": 1e-2, "float8_e4m3fn": 4e-2}
-    _check_norm(got[0], wanted[0], allowed[shape.dtype])
+    assert_close(got[0], wanted[0], allowed[shape.dtype])
     for new, right in zip(got[1:], wanted[1:], strict=True):
         if right is not None:
-            _check_norm(new[:, 1:], right[:, 1:], allowed[shape.page_dtype])
+            assert_close(new[:, 1:], right[:, 1:], allowed[shape.page_dtype])
 
 
 @pytest.mark.parametrize("configuration", copy_shapes.CONFIGURATIONS, ids=str)
@@ -204,7 +203,7 @@ def test_gated_cells_agree_with_xla(shape):
             for name in ("triton", "xla")
         )
     for new, right in zip(got, wanted, strict=True):
-        _check_norm(new, right, ALLOWED[shape.dtype])
+        assert_close(new, right, ALLOWED[shape.dtype])
 
 
 @pytest.mark.parametrize("configuration", product_shapes.CONFIGURATIONS, ids=str)
@@ -217,7 +216,7 @@ def test_products_agree_with_float32_in_any_batch(configuration):
     got = product(x, weight)
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(partial(function, implementation="xla"))(x.astype(jnp.float32), weight)
-    _check_norm(got, wanted, ALLOWED[configuration.shape.dtype])
+    assert_close(got, wanted, ALLOWED[configuration.shape.dtype])
     many = jnp.concatenate([x[-1:]] * 5 + [x] * -(-200 // len(x)))
     assert jnp.array_equal(product(many, weight)[4 : 5 + len(x)], jnp.concatenate([got[-1:], got]))
 
@@ -231,7 +230,7 @@ def test_fused_products_agree_with_float32(configuration):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(partial(function, implementation="xla"))(**wide)
-    _check_norm(got, wanted, ALLOWED["bfloat16"])
+    assert_close(got, wanted, ALLOWED["bfloat16"])
 
 
 def test_maxima_of_rows_are_exact():
@@ -242,11 +241,6 @@ def test_maxima_of_rows_are_exact():
             jax.jit(partial(row_maximum, implementation=name))(x) for name in ("triton", "xla")
         )
         assert all(map(jnp.array_equal, got, wanted))
-
-
-def _check_norm(got: jax.Array, wanted: jax.Array, allowed: float) -> None:
-    got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
-    assert np.linalg.norm(got - wanted) < allowed * np.linalg.norm(wanted)
 
 
 def _inputs(configuration: Configuration):

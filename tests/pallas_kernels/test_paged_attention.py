@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels import Rows, kv_write, paged_attention, quantize
 from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 OPTIONS = {
@@ -73,8 +74,7 @@ def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None
     of_rows = np.asarray(rows.query_start), np.asarray(rows.query_length)
     for start, length in zip(*of_rows, strict=True):
         owned[start : start + length] = True
-    error = np.linalg.norm(got[owned] - wanted[owned]) / np.linalg.norm(wanted[owned])
-    assert error < 2e-6
+    assert_close(got[owned], wanted[owned], 2e-6)
     assert np.isfinite(got).all()
 
 
@@ -354,7 +354,7 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
         k.astype(jnp.float32) * k_scales[..., None],
         v.astype(jnp.float32) * v_scales[..., None],
     )
-    assert np.linalg.norm(restored[0] - k_pages) < 0.04 * np.linalg.norm(k_pages)
+    assert_close(restored[0], k_pages, 0.04)
     wanted = paged_attention(q, *restored, 1, rows, implementation="reference")
     attend = paged_attention if implementation == "reference" else _attend
     got = attend(
@@ -368,7 +368,7 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
         plan=_plan(q, k_pages, rows),
         implementation=implementation,
     )
-    assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
+    assert_close(got, wanted, 2e-6)
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)

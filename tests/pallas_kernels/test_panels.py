@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import build, columns_of, from_panels, matmul, panel_matmul, to_panels
 from pallas_kernels.matmul import panels
 from sharding import make_mesh
+from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples
 
@@ -52,8 +53,7 @@ def test_agrees_with_float64(rows, depth, width, instructions):
     else:
         got = _by_kernel(x, weight, instructions)
     wanted = x.astype(np.float64) @ weight.astype(np.float64)
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
+    assert_close(got, wanted, 2e-6)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -102,7 +102,7 @@ def test_panels_in_bfloat16_are_multiplied_in_float32(instructions):
         _panel_matmul(jnp.asarray(x), own, columns=width, implementation=implementation)
         for implementation in ("xla", None)
     )
-    assert np.linalg.norm(by_xla - got) < 2e-6 * np.linalg.norm(got)
+    assert_close(by_xla, got, 2e-6)
     if instructions == "native":
         np.testing.assert_array_equal(by_choice, got)
 
@@ -132,7 +132,7 @@ def test_it_can_be_differentiated():
     for got, wanted in zip(
         *(jax.jit(jax.grad(loss, (0, 1)))(x, weight) for loss in (of_panels, of_dense)), strict=True
     ):
-        assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
+        assert_close(got, wanted)
 
 
 def test_under_a_mesh_xla_serves():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
 from pallas_kernels.pointwise import cpu
 from sharding import make_mesh
+from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples, some
 
@@ -52,11 +53,6 @@ def _gate(x, instructions: str) -> np.ndarray:
     return np.asarray(cpu.gate_by(target, jnp.asarray(x)))
 
 
-def _assert_close(got, wanted) -> None:
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
-
-
 @examples(0.4)
 @given(
     rows=ROWS,
@@ -73,7 +69,7 @@ def test_norms_agree_with_float64(rows, width, offset, instructions):
         got = _norm(x, scale, instructions, offset=offset)
     wide = x.astype(np.float64)
     wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * (scale + offset)
-    _assert_close(np.asarray(got), wanted)
+    assert_close(got, wanted, 1e-6)
 
 
 @examples(0.4)
@@ -87,8 +83,7 @@ def test_layer_norms_agree_with_float64(rows, width, instructions):
         got = _layer_norm(x, scale, bias, instructions, eps=1e-2)
     wide = x.astype(np.float64) - x.astype(np.float64).mean(1, keepdims=True)
     wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-2) * scale + bias
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    assert_close(got, wanted)
 
 
 @examples(0.4)
@@ -100,7 +95,7 @@ def test_log_sum_exp_agrees_with_float64(rows, width, instructions):
     wide = x.astype(np.float64)
     top = wide.max(1)
     wanted = top + np.log(np.exp(wide - top[:, None]).sum(1))
-    _assert_close(np.asarray(got), wanted)
+    assert_close(got, wanted, 1e-6)
 
 
 @examples(0.4)
@@ -113,7 +108,7 @@ def test_gates_agree_with_float64(rows, width, instructions):
     else:
         got = _gate(x, instructions)
     gate, up = x[:, 0].astype(np.float64), x[:, 1].astype(np.float64)
-    _assert_close(np.asarray(got), gate / (1 + np.exp(-gate)) * up)
+    assert_close(got, gate / (1 + np.exp(-gate)) * up, 1e-6)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -169,8 +164,7 @@ def test_they_can_be_differentiated():
     for got, wanted in zip(
         *(gradients(x, scale, both, each) for each in ("cpu", "xla")), strict=True
     ):
-        _close = np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
-        assert _close
+        assert_close(got, wanted)
 
 
 def test_what_the_kernels_do_not_serve():

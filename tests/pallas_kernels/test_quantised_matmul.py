@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import build, dequantise, quantised_matmul
 from pallas_kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise, quantise_float8
 from sharding import make_mesh
+from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples, some
 
@@ -70,12 +71,6 @@ def _by_kernel(x, packed, instructions: str = "native") -> np.ndarray:
     return np.asarray(cpu.call(target, jnp.asarray(x), packed))
 
 
-def _assert_close(got, wanted, tolerance: float) -> None:
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_matrix_instructions_change_no_bit(format):
     """Rows in whole squares, and those after them, have the bits of the vector instructions."""
@@ -106,7 +101,7 @@ def test_agrees_with_numpy(rows, depth, width, format, implementation):
     else:
         got = _by_kernel(x, packed, implementation)
     # One activation between two codes may be rounded either way.
-    _assert_close(got[:, :width], _rounded(x, packed.group) @ restored.T, 1e-3)
+    assert_close(got[:, :width], _rounded(x, packed.group) @ restored.T, 1e-3)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -142,11 +137,11 @@ def test_float8(factor):
     got = np.asarray(_dequantise(packed))[:40, :70]
     assert not got[3].any() and np.isnan(got[5]).all()
     rest = np.setdiff1d(np.arange(40), [5])
-    _assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
+    assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
     np.testing.assert_allclose(np.abs(got[rest]).max(1), np.abs(weight[rest]).max(1), rtol=1e-5)
     x = rng.standard_normal((6, 70), np.float32)
     product = _product(jnp.asarray(x), packed, rounds_activations=None)[:, rest]
-    _assert_close(product / factor, x @ (got[rest] / factor).T, 1e-5)
+    assert_close(product / factor, x @ (got[rest] / factor).T)
     with pytest.raises(NotImplementedError, match="multiplies integers"):
         quantised_matmul(jnp.asarray(x), packed, rounds_activations="groups", implementation="cpu")
 
@@ -186,7 +181,7 @@ def test_zero_points(bits, kind, scales_dtype, implementation):
         got = _product(jnp.asarray(x), packed, rounds_activations="groups", implementation="xla")
     else:
         got = _by_kernel(x, packed, implementation)
-    _assert_close(got[:, :width], _rounded(x, group) @ numbers.T, 1e-3)
+    assert_close(got[:, :width], _rounded(x, group) @ numbers.T, 1e-3)
 
 
 @pytest.mark.parametrize("instructions", some(INSTRUCTIONS))
@@ -205,7 +200,7 @@ def test_the_error_is_that_of_the_format(format):
     """The product is about the dense one: within 2 % with 8 bits, 16 % with 4."""
     x, weight, packed = _draw(40, 300, 200, format)
     got = _product(jnp.asarray(x), packed, rounds_activations="groups")[:, :200]
-    _assert_close(got, x @ weight.T, 0.02 if FORMATS[format][0] == 8 else 0.16)
+    assert_close(got, x @ weight.T, 0.02 if FORMATS[format][0] == 8 else 0.16)
 
 
 @pytest.mark.parametrize("factor", some([1e-30, 1e-12, 1e12, 1e30]))
@@ -216,10 +211,10 @@ def test_extreme_scales(format, factor):
     bits, group, has_minima = FORMATS[format]
     packed = _quantise(jnp.asarray(weight * factor), bits=bits, group=group, has_minima=has_minima)
     got = _by_kernel(x, packed)[:, :20] / factor
-    _assert_close(got, x @ weight.T, 0.02 if bits == 8 else 0.16)
+    assert_close(got, x @ weight.T, 0.02 if bits == 8 else 0.16)
     if factor > 1e-30:  # the product itself would underflow
         small = _by_kernel(x * np.float32(1e-20), packed)[:, :20] / factor * 1e20
-        _assert_close(small, got, 1e-3)
+        assert_close(small, got, 1e-3)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -293,7 +288,7 @@ def test_the_kernel_says_what_it_refuses():
     with pytest.raises(NotImplementedError, match="rounds activations"):
         quantised_matmul(x, packed, rounds_activations=None, implementation="cpu")
     got = _product(x, packed, rounds_activations=None)
-    _assert_close(got, x @ np.asarray(_dequantise(packed)).T, 1e-6)
+    assert_close(got, x @ np.asarray(_dequantise(packed)).T, 1e-6)
     product = jax.jit(lambda x, packed: quantised_matmul(x, packed, rounds_activations="groups"))
     with jax.set_mesh(make_mesh(tensor=2)):
         assert "custom-call" not in product.lower(x, packed).compile().as_text()

@@ -16,6 +16,7 @@ from pallas_kernels.cross import targeting
 from pallas_kernels.quantised_matmul import pack
 from pallas_kernels.quantised_matmul.packing import rounded_activations
 from pallas_kernels.quantised_matmul.shapes import FORMATS
+from tests.common.closeness import assert_close
 from tests.common.tiers import examples, some
 
 # Relative norm of the error: weights and results are rounded to the activations' dtype.
@@ -58,12 +59,6 @@ def _wanted(x, packed, format: str) -> np.ndarray:
     return np.asarray(x, np.float64) @ numbers.T
 
 
-def _assert_close(got, wanted, tolerance: float) -> None:
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted)
-
-
 @examples(0.4)
 @given(
     tokens=TOKENS,
@@ -77,7 +72,7 @@ def test_agrees_with_numpy(tokens, depth, width, format, dtype):
     x, _, packed = _draw(tokens, depth, width, format, dtype)
     got = _times(x, packed, format)
     assert got.dtype == x.dtype
-    _assert_close(got, _wanted(x, packed, format), ALLOWED[dtype])
+    assert_close(got, _wanted(x, packed, format), ALLOWED[dtype])
 
 
 @pytest.mark.parametrize("tokens", some([70, 2]))
@@ -98,7 +93,7 @@ def test_zero_points(bits, kind, group, tokens):
         zeros=jnp.asarray(zeros.astype(kind)),
     )
     x = jnp.asarray(rng.standard_normal((tokens, depth)), "bfloat16")
-    _assert_close(_times(x, packed, "w4a16"), _wanted(x, packed, "w4a16"), ALLOWED["bfloat16"])
+    assert_close(_times(x, packed, "w4a16"), _wanted(x, packed, "w4a16"), ALLOWED["bfloat16"])
 
 
 @pytest.mark.parametrize("factor", some([1e-30, 1e30]))
@@ -108,7 +103,7 @@ def test_extreme_scales(format, factor):
     x, weight, packed = _draw(3, 100, 20, format)
     scaled = _packed(weight * np.float32(factor), format)
     got = np.asarray(_times(x, scaled, format, out_dtype=jnp.float32)) / factor
-    _assert_close(got, _wanted(x, packed, format), ALLOWED["bfloat16"])
+    assert_close(got, _wanted(x, packed, format), ALLOWED["bfloat16"])
 
 
 @pytest.mark.parametrize("format", some(FORMATS, 0, 2))

@@ -25,6 +25,7 @@ from pallas_kernels.fused_matmul.row_shapes import TEST_CONFIGURATIONS, make_inp
 from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
 from pallas_kernels.paged_attention.shapes import AttentionShape
 from pallas_kernels.paged_attention.shapes import make_inputs as make_attention_inputs
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 # Relative norm of the error against float64: the sums are in float32, and rounded once.
@@ -52,8 +53,7 @@ def test_products_agree_with_float64_and_rows_keep_their_bits(configuration):
     got = np.asarray(run(**inputs))
     wanted = _in_float64(configuration, inputs)
     allowed = ALLOWED["float32" if configuration.is_head else configuration.dtype]
-    assert got.shape == wanted.shape
-    assert np.linalg.norm(got - wanted) < allowed * np.linalg.norm(wanted)
+    assert_close(got, wanted, allowed)
 
     random = np.random.default_rng(configuration.tokens)
     of_rows = {"x", "residual"} & set(inputs)
@@ -107,8 +107,7 @@ def test_norms_agree_with_numpy_in_any_batch(width):
         for name, kernel in kernels.items():
             run = jax.jit(partial(kernel, implementation="triton_interpreted"))
             got = run(x)
-            error = np.linalg.norm(np.asarray(got, np.float64) - wanted[name])
-            assert error < ALLOWED[dtype] * np.linalg.norm(wanted[name])
+            assert_close(got, wanted[name], ALLOWED[dtype])
             alone = run(np.asarray(x)[1, 2:3])[0]
             np.testing.assert_array_equal(alone, np.asarray(got)[1, 2])
 

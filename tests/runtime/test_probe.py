@@ -19,6 +19,7 @@ from jaxserve.workload.answers import FinishedAnswer
 from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
 from predictor.probe import ProbeHead
 from sharding import StagePlan, make_mesh
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.runtime.serving import weights
 
@@ -124,7 +125,7 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
     assert set(read) <= set(at) and len(read) > len(at) / 8
     wanted = dict(zip(at, probe.logits(whole.activations), strict=True))
     got, wanted = (np.stack([each[key] for key in read]) for each in (read, wanted))
-    assert np.linalg.norm(got - wanted) < 1e-4 * np.linalg.norm(wanted)
+    assert_close(got, wanted, 1e-4)
 
 
 @pytest.mark.release

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import WrapAll, tiny_llama
 from sharding import make_mesh, state_shardings
+from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.runtime.serving import has_shards_of, tiny_family, weights
 
@@ -121,4 +122,4 @@ def test_log_probabilities_are_the_trainers(family, num_shards):
         places = np.arange(len(prompt), length)
         whole = logprobs[places - 1, tokens[places]]
         served = np.array([token.logprob for token in completion.logprobs])
-        assert np.linalg.norm(served - whole) < 1e-5 * np.linalg.norm(whole)
+        assert_close(served, whole)
