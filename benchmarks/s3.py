@@ -24,11 +24,11 @@ from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import Simulation, simulate
 from jaxserve.planning.schedules import DeviceRoofs
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.items import with_arrivals
-from predictor import LengthBuckets
 
 # Tokens of the longest sequence, which ORCA reserves for each.
 MAX_CONTEXT = 2048

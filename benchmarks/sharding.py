@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxserve.execution.staged import Pass
     from jaxserve.models.families.llama import LlamaConfig
     from jaxserve.runtime import Runtime
-    from sharding import StagePlan
+    from jaxserve.sharding import StagePlan
 
 
 _OP = re.compile(
@@ -144,8 +144,8 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     from jaxserve import Runtime, SamplingParams
     from jaxserve.models.families.llama import Llama, LlamaConfig
+    from jaxserve.sharding import StagePlan
     from jaxserve.steps.sampling.sampler import Variant
-    from sharding import StagePlan
 
     config = LlamaConfig(
         vocab_size=options.vocab_size,
@@ -225,7 +225,7 @@ def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str,
 
 
 def _plan(text: str, micro_batches: int | None) -> Any:
-    from sharding import StagePlan, make_mesh
+    from jaxserve.sharding import StagePlan, make_mesh
 
     if text == "1":
         return None

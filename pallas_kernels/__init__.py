@@ -4,11 +4,11 @@ Each operation is a folder with its public signature, a slow and obvious referen
 implementations, and the named shapes that tests and benchmarks share.
 """
 
-from pallas_kernels.fused_matmul import RMSScale, fused_matmul
-from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
-from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
-from pallas_kernels.low_rank import add_low_rank
-from pallas_kernels.matmul import (
+from jaxserve.kernels.fused_matmul import RMSScale, fused_matmul
+from jaxserve.kernels.gated_cell import Product, RowsAt, gated_cell
+from jaxserve.kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
+from jaxserve.kernels.low_rank import add_low_rank
+from jaxserve.kernels.matmul import (
     columns_of,
     from_panels,
     grouped_matmul,
@@ -16,11 +16,11 @@ from pallas_kernels.matmul import (
     panel_matmul,
     to_panels,
 )
-from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
-from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
-from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
-from pallas_kernels.whole_attention import whole_attention
+from jaxserve.kernels.page_copy import gather_pages, move_pages, scatter_pages
+from jaxserve.kernels.paged_attention import Rows, paged_attention
+from jaxserve.kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
+from jaxserve.kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
+from jaxserve.kernels.whole_attention import whole_attention
 
 __all__ = [
     "PackedMatrix",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from pallas_kernels.fused_matmul.row_shapes import CONFIGURATIONS as _ROWWISE
-from pallas_kernels.fused_matmul.shapes import CONFIGURATIONS as _FUSED
-from pallas_kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
-from pallas_kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
-from pallas_kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
-from pallas_kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
-from pallas_kernels.paged_attention.configurations import (
+from jaxserve.kernels.fused_matmul.row_shapes import CONFIGURATIONS as _ROWWISE
+from jaxserve.kernels.fused_matmul.shapes import CONFIGURATIONS as _FUSED
+from jaxserve.kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
+from jaxserve.kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
+from jaxserve.kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
+from jaxserve.kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
+from jaxserve.kernels.paged_attention.configurations import (
     INVARIANT_CONFIGURATIONS as _INVARIANT_ATTENTION,
 )
-from pallas_kernels.pointwise.shapes import CONFIGURATIONS as _NORMS
-from pallas_kernels.quantised_matmul.shapes import CONFIGURATIONS as _PRODUCTS
+from jaxserve.kernels.pointwise.shapes import CONFIGURATIONS as _NORMS
+from jaxserve.kernels.quantised_matmul.shapes import CONFIGURATIONS as _PRODUCTS
 
 
 class Configuration(Protocol):

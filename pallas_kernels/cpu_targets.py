@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pallas_kernels import build
-from pallas_kernels.matmul.panels import STORED
+from jaxserve.kernels import build
+from jaxserve.kernels.matmul.panels import STORED
 
 Handler = tuple[Path, str, tuple[str, ...]]
 _HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from jaxserve.kernels import dispatch
 
 
 def require_triton(written: jax.typing.DTypeLike | None = None) -> None:

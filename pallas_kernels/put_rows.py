@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels import build, dispatch
+from jaxserve.kernels import build, dispatch
 
 _SOURCE = Path(__file__).with_suffix(".cc")
 

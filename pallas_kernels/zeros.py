@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from pallas_kernels import build, dispatch
+from jaxserve.kernels import build, dispatch
 
 _SOURCE = Path(__file__).with_suffix(".cc")
 

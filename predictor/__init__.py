@@ -15,34 +15,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from predictor.buckets import LengthBuckets as LengthBuckets
-    from predictor.calibration import Calibration as Calibration
-    from predictor.data import Example as Example
-    from predictor.data import read_jsonl as read_jsonl
-    from predictor.data import split as split
-    from predictor.data import split_in_three as split_in_three
-    from predictor.data import write_jsonl as write_jsonl
-    from predictor.distribution import LengthDistributions as LengthDistributions
-    from predictor.encoder import SIZES as SIZES
-    from predictor.encoder import EncoderConfig as EncoderConfig
-    from predictor.encoder import LengthClassifier as LengthClassifier
-    from predictor.evaluation import PROMISES as PROMISES
-    from predictor.evaluation import Contender as Contender
-    from predictor.evaluation import Evaluation as Evaluation
-    from predictor.evaluation import compare as compare
-    from predictor.evaluation import evaluate as evaluate
-    from predictor.online import Counters as Counters
-    from predictor.online import OnlineConfig as OnlineConfig
-    from predictor.online import OnlineLearner as OnlineLearner
-    from predictor.predictor import LengthPredictor as LengthPredictor
-    from predictor.probe import LengthProbe as LengthProbe
-    from predictor.probe import ProbeConfig as ProbeConfig
-    from predictor.probe_training import Readings as Readings
-    from predictor.probe_training import train_probe as train_probe
-    from predictor.refinement import Refinement as Refinement
-    from predictor.training import History as History
-    from predictor.training import TrainingConfig as TrainingConfig
-    from predictor.training import train as train
+    from jaxserve.predictor.buckets import LengthBuckets as LengthBuckets
+    from jaxserve.predictor.calibration import Calibration as Calibration
+    from jaxserve.predictor.data import Example as Example
+    from jaxserve.predictor.data import read_jsonl as read_jsonl
+    from jaxserve.predictor.data import split as split
+    from jaxserve.predictor.data import split_in_three as split_in_three
+    from jaxserve.predictor.data import write_jsonl as write_jsonl
+    from jaxserve.predictor.distribution import LengthDistributions as LengthDistributions
+    from jaxserve.predictor.encoder import SIZES as SIZES
+    from jaxserve.predictor.encoder import EncoderConfig as EncoderConfig
+    from jaxserve.predictor.encoder import LengthClassifier as LengthClassifier
+    from jaxserve.predictor.evaluation import PROMISES as PROMISES
+    from jaxserve.predictor.evaluation import Contender as Contender
+    from jaxserve.predictor.evaluation import Evaluation as Evaluation
+    from jaxserve.predictor.evaluation import compare as compare
+    from jaxserve.predictor.evaluation import evaluate as evaluate
+    from jaxserve.predictor.online import Counters as Counters
+    from jaxserve.predictor.online import OnlineConfig as OnlineConfig
+    from jaxserve.predictor.online import OnlineLearner as OnlineLearner
+    from jaxserve.predictor.predictor import LengthPredictor as LengthPredictor
+    from jaxserve.predictor.probe import LengthProbe as LengthProbe
+    from jaxserve.predictor.probe import ProbeConfig as ProbeConfig
+    from jaxserve.predictor.probe_training import Readings as Readings
+    from jaxserve.predictor.probe_training import train_probe as train_probe
+    from jaxserve.predictor.refinement import Refinement as Refinement
+    from jaxserve.predictor.training import History as History
+    from jaxserve.predictor.training import TrainingConfig as TrainingConfig
+    from jaxserve.predictor.training import train as train
 
 _HOMES = {
     "PROMISES": "evaluation",
@@ -80,8 +80,8 @@ __all__ = sorted(_HOMES)  # pyrefly: ignore[unresolvable-dunder-all]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'predictor' has no attribute {name!r}")
-    value = getattr(import_module(f"predictor.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'jaxserve.predictor' has no attribute {name!r}")
+    value = getattr(import_module(f"jaxserve.predictor.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -9,8 +9,8 @@ from typing import final
 import numpy as np
 from jaxtyping import Float, Int
 
-from predictor.buckets import LengthBuckets
-from predictor.distribution import LengthDistributions
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.distribution import LengthDistributions
 
 _TEMPERATURES = (0.05, 20.0)
 _ROUNDS = 60

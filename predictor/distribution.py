@@ -12,7 +12,7 @@ from typing import Self, final
 import numpy as np
 from jaxtyping import Float, Int, Int64
 
-from predictor.buckets import LengthBuckets
+from jaxserve.predictor.buckets import LengthBuckets
 
 # With less probability left than this, the prediction counts as refuted.
 _NOTHING_LEFT = 1e-6

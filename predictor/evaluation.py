@@ -10,10 +10,10 @@ from typing import Any, final
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import Calibration, softmax
-from predictor.data import Example, clipped, columns
-from predictor.distribution import LengthDistributions
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.calibration import Calibration, softmax
+from jaxserve.predictor.data import Example, clipped, columns
+from jaxserve.predictor.distribution import LengthDistributions
 
 _RELIABILITY_BINS = 10
 

@@ -26,11 +26,11 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from predictor.calibration import Calibration
-from predictor.data import padded, width_of
-from predictor.evaluation import evaluate
-from predictor.predictor import LengthPredictor, Params
-from predictor.training import adamw
+from jaxserve.predictor.calibration import Calibration
+from jaxserve.predictor.data import padded, width_of
+from jaxserve.predictor.evaluation import evaluate
+from jaxserve.predictor.predictor import LengthPredictor, Params
+from jaxserve.predictor.training import adamw
 
 _log = logging.getLogger(__name__)
 

@@ -16,11 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int
 from tqdm import tqdm
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import Calibration, softmax
-from predictor.data import TOKEN_BUCKETS, PromptEncoder, padded, width_of
-from predictor.distribution import LengthDistributions
-from predictor.encoder import EncoderConfig, LengthClassifier, config_of, load_encoder, mean_pooled
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.calibration import Calibration, softmax
+from jaxserve.predictor.data import TOKEN_BUCKETS, PromptEncoder, padded, width_of
+from jaxserve.predictor.distribution import LengthDistributions
+from jaxserve.predictor.encoder import (
+    EncoderConfig,
+    LengthClassifier,
+    config_of,
+    load_encoder,
+    mean_pooled,
+)
 
 DESCRIPTION, TOKENIZER, PARAMS = "predictor.json", "tokenizer.json", "params"
 MAX_TOKENS = 256

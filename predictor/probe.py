@@ -19,10 +19,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 from safetensors.numpy import load_file, save_file
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import Calibration, softmax
-from predictor.distribution import LengthDistributions
-from predictor.refinement import Refinement
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.calibration import Calibration, softmax
+from jaxserve.predictor.distribution import LengthDistributions
+from jaxserve.predictor.refinement import Refinement
 
 DESCRIPTION, PARAMS = "probe.json", "probe.safetensors"
 

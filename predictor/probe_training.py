@@ -14,12 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 from tqdm import tqdm
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import Calibration
-from predictor.distribution import LengthDistributions
-from predictor.probe import LengthProbe, ProbeConfig, ProbeHead
-from predictor.refinement import Refinement
-from predictor.training import History, TrainingConfig, adamw, wait_for_earlier
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.calibration import Calibration
+from jaxserve.predictor.distribution import LengthDistributions
+from jaxserve.predictor.probe import LengthProbe, ProbeConfig, ProbeHead
+from jaxserve.predictor.refinement import Refinement
+from jaxserve.predictor.training import History, TrainingConfig, adamw, wait_for_earlier
 
 TRAINING = TrainingConfig(batch_size=256, learning_rate=1e-3, num_epochs=30, patience=4)
 # The grid of exponents that are tried on held-out readings.

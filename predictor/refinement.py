@@ -15,9 +15,9 @@ from typing import final
 import numpy as np
 from jaxtyping import Float, Int
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import softmax
-from predictor.distribution import LengthDistributions
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.calibration import softmax
+from jaxserve.predictor.distribution import LengthDistributions
 
 # The least prior probability of a bucket, so that a few readings can raise it again.
 _LEAST = 1e-4

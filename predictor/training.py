@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 from tqdm import tqdm
 
-from predictor.buckets import LengthBuckets
-from predictor.data import Example, padded, shuffled_batches
-from predictor.encoder import LengthClassifier
-from predictor.predictor import LengthPredictor
+from jaxserve.predictor.buckets import LengthBuckets
+from jaxserve.predictor.data import Example, padded, shuffled_batches
+from jaxserve.predictor.encoder import LengthClassifier
+from jaxserve.predictor.predictor import LengthPredictor
 
 
 @final

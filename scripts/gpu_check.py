@@ -25,7 +25,7 @@ from typing import Any, final
 from benchmarks.common.environment import commit
 from benchmarks.common.harness import write_whole
 from benchmarks.common.processes import ROOT, group
-from pallas_kernels.paged_attention.tilings import is_tuned
+from jaxserve.kernels.paged_attention.tilings import is_tuned
 from scripts.gpu_bars import bars, print_table
 
 # Shapes that the bars need; the other shapes of the curves come last.

@@ -23,6 +23,12 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("jaxserve", "pallas_kernels", "predictor", "sharding")
+# Folders to which `jaxserve` has links, and what they are imported as.
+_LINKED = {
+    "pallas_kernels": "jaxserve.kernels",
+    "predictor": "jaxserve.predictor",
+    "sharding": "jaxserve.sharding",
+}
 # A file with fewer lines and one importer is a splinter.
 _SPLINTER_LINES = 60
 
@@ -99,7 +105,8 @@ def counted(sources: dict[str, str], way: list[str] | None = None) -> House:
 def _is_splinter(file: str, source: str, importers: dict[str, set[str]]) -> bool:
     if not is_product(file) or source.count("\n") >= _SPLINTER_LINES:
         return False
-    return len(importers[file.removesuffix(".py").replace("/", ".")]) == 1
+    package, _, rest = file.removesuffix(".py").replace("/", ".").partition(".")
+    return len(importers[f"{_LINKED.get(package, package)}.{rest}"]) == 1
 
 
 def way_of_a_call() -> list[str]:

@@ -49,22 +49,23 @@ from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
+from jaxserve.kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
+from jaxserve.kernels.paged_attention.configurations import (  # noqa: E402
+    RARE_CONFIGURATIONS,
+)
+from jaxserve.kernels.paged_attention.configurations import (  # noqa: E402
+    Configuration as Attention,
+)
 from jaxserve.models.batch import empty_cache  # noqa: E402
 from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
 from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
+from jaxserve.sharding import state_shardings  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
 from jaxserve.steps.sampling.sampler import Variant  # noqa: E402
 from jaxserve.steps.step_function import Placement  # noqa: E402
-from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
-from pallas_kernels.paged_attention.configurations import (  # noqa: E402
-    RARE_CONFIGURATIONS,
-)
-from pallas_kernels.paged_attention.configurations import (  # noqa: E402
-    Configuration as Attention,
-)
 from scripts.gate_device import h100  # noqa: E402
 from scripts.launches import (  # noqa: E402
     HostThunks,
@@ -76,7 +77,6 @@ from scripts.launches import (  # noqa: E402
     sums_of_floats,
 )
 from scripts.traffic import StepBytes, step_bytes  # noqa: E402
-from sharding import state_shardings  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.

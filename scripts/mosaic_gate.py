@@ -23,7 +23,7 @@ import jax  # isort: skip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # isort: skip
 from tqdm import tqdm  # isort: skip
 
-from pallas_kernels.paged_attention.configurations import (  # isort: skip
+from jaxserve.kernels.paged_attention.configurations import (  # isort: skip
     MOSAIC_CONFIGURATIONS,
     Configuration,
 )

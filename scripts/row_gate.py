@@ -26,7 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from pallas_kernels.fused_matmul.row_shapes import CONFIGURATIONS, Configuration  # noqa: E402
+from jaxserve.kernels.fused_matmul.row_shapes import CONFIGURATIONS, Configuration  # noqa: E402
 from scripts.gate_device import h100  # noqa: E402
 
 _TOKENS = (1, 100, 2048)

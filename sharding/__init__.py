@@ -1,6 +1,6 @@
 """Device meshes, the rules that place arrays on them, and the start-up of several processes."""
 
-from sharding.mesh import (
+from jaxserve.sharding.mesh import (
     MESH_AXES,
     DeviceGroups,
     Stage,
@@ -12,8 +12,8 @@ from sharding.mesh import (
     split_replicas,
     stages_of,
 )
-from sharding.processes import JoinError, ProcessGroup, group_over, join
-from sharding.rules import (
+from jaxserve.sharding.processes import JoinError, ProcessGroup, group_over, join
+from jaxserve.sharding.rules import (
     DEFAULT_RULES,
     fitted_spec,
     named_sharding,

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from sharding.mesh import DeviceGroups
+from jaxserve.sharding.mesh import DeviceGroups
 
 LEADER = 0
 EXIT_LOST = 1

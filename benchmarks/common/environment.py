@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.core.host import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
+PACKAGES = ("jaxserve-runtime", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
 def describe(*others: str) -> dict[str, object]:

@@ -19,8 +19,8 @@ from jaxserve.scheduling.retention import Tiered
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
+    from jaxserve.predictor import LengthDistributions, LengthPredictor
     from jaxserve.runtime.forecaster import Predictor
-    from predictor import LengthDistributions, LengthPredictor
 
 
 # The comparison of the Flover paper.
@@ -77,7 +77,7 @@ def load_predictor(options: argparse.Namespace) -> Predictor | None:
     """Load the predictor of `--predictor`, scaled by `--output-scale`; None without the option."""
     if options.predictor is None:
         return None
-    from predictor import LengthPredictor
+    from jaxserve.predictor import LengthPredictor
 
     try:
         predictor = LengthPredictor.load(options.predictor)
@@ -92,7 +92,7 @@ class Scaled:
     """A predictor for a workload whose answers are `scale` times as long as those it learned."""
 
     def __init__(self, predictor: LengthPredictor, scale: float):
-        from predictor import LengthBuckets
+        from jaxserve.predictor import LengthBuckets
 
         self._predictor = predictor
         edges = [math.ceil(scale * edge) for edge in predictor.buckets.edges]
@@ -102,7 +102,7 @@ class Scaled:
 
     def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
         """Return the scaled distributions of `LengthPredictor.predict`."""
-        from predictor import LengthDistributions
+        from jaxserve.predictor import LengthDistributions
 
         return LengthDistributions(self._buckets, self._predictor.predict(prompts).probabilities)
 

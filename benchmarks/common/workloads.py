@@ -122,7 +122,7 @@ def is_tested_on(conversation: str) -> bool:
 
     The split is the default of `jaxserve predictor train` and benchmarks.lengths.predictor.
     """
-    from predictor.data import Example, split_in_three
+    from jaxserve.predictor.data import Example, split_in_three
 
     return bool(split_in_three([Example("-", 1, conversation)], held_out=HELD_OUT)[2])
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.decode.batches import Batches
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
-    from pallas_kernels import dispatch
+    from jaxserve.kernels import dispatch
 
     sizes = whole_numbers(options.batches, "--batches")
     traced = whole_numbers(options.trace, "--trace") if options.trace else []

@@ -156,7 +156,7 @@ class _Session:
 
     def _runtime(self, policy: Policy, groups: str, *, warmup: Any) -> Runtime:
         from jaxserve import Runtime
-        from sharding import make_mesh
+        from jaxserve.sharding import make_mesh
 
         options = self._options
         mesh = device_groups(groups) if "/" in groups else make_mesh(tensor=int(groups))

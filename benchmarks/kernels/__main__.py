@@ -23,9 +23,9 @@ from benchmarks.kernels.calls import measure_move, measure_product
 from benchmarks.kernels.timing import OTHERS, SHAPES, Attention, chosen, num_layers, time_chain
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention.shapes import AttentionShape
-from pallas_kernels.quantised_matmul.shapes import Configuration as Product
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.paged_attention.shapes import AttentionShape
+from jaxserve.kernels.quantised_matmul.shapes import Configuration as Product
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

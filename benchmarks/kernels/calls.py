@@ -15,17 +15,17 @@ import numpy as np
 from benchmarks.common.roofline import Machine
 from benchmarks.common.timing import seconds
 from benchmarks.kernels.timing import CACHE_BYTES, CALLS, relative_error
-from pallas_kernels import RowsAt, matmul
-from pallas_kernels.fused_matmul.shapes import Configuration as Fused
-from pallas_kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
-from pallas_kernels.gated_cell.shapes import Configuration as Cell
-from pallas_kernels.gated_cell.shapes import make_inputs as make_cell_inputs
-from pallas_kernels.kv_write.shapes import Configuration as Write
-from pallas_kernels.kv_write.shapes import make_inputs as make_write_inputs
-from pallas_kernels.page_copy.shapes import Configuration as Copy
-from pallas_kernels.quantised_matmul.shapes import FORMATS
-from pallas_kernels.quantised_matmul.shapes import Configuration as Product
-from pallas_kernels.quantised_matmul.shapes import make_inputs as make_product_inputs
+from jaxserve.kernels import RowsAt, matmul
+from jaxserve.kernels.fused_matmul.shapes import Configuration as Fused
+from jaxserve.kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
+from jaxserve.kernels.gated_cell.shapes import Configuration as Cell
+from jaxserve.kernels.gated_cell.shapes import make_inputs as make_cell_inputs
+from jaxserve.kernels.kv_write.shapes import Configuration as Write
+from jaxserve.kernels.kv_write.shapes import make_inputs as make_write_inputs
+from jaxserve.kernels.page_copy.shapes import Configuration as Copy
+from jaxserve.kernels.quantised_matmul.shapes import FORMATS
+from jaxserve.kernels.quantised_matmul.shapes import Configuration as Product
+from jaxserve.kernels.quantised_matmul.shapes import make_inputs as make_product_inputs
 
 _CALLS = 20
 _REPEATS = 9

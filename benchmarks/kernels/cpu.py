@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.roofline import Machine, measure_machine
-from pallas_kernels import (
+from jaxserve.kernels import (
     Rows,
     gated_silu,
     matmul,
@@ -33,7 +33,7 @@ from pallas_kernels import (
     rotate_and_write,
     to_panels,
 )
-from pallas_kernels.quantised_matmul import quantise
+from jaxserve.kernels.quantised_matmul import quantise
 
 # SmolLM2-135M: the weights of a layer [in, out], and its heads.
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))

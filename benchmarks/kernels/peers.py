@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, Record, option, reason, some_of
 from benchmarks.kernels.timing import chosen, num_layers, scattered
-from pallas_kernels.paged_attention.shapes import AttentionShape
+from jaxserve.kernels.paged_attention.shapes import AttentionShape
 
 CALLS = 20
 _REPEATS = 9

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.repeats import Figures, in_turns, repeats, summary
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import Rows, paged_attention
-from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+from jaxserve.kernels import Rows, paged_attention
+from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
 

@@ -16,20 +16,20 @@ import numpy as np
 
 from benchmarks.common.timing import seconds
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import Rows, paged_attention, quantize
-from pallas_kernels.fused_matmul import shapes as fused_shapes
-from pallas_kernels.gated_cell import shapes as cell_shapes
-from pallas_kernels.kv_write import shapes as write_shapes
-from pallas_kernels.page_copy import shapes as copy_shapes
-from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
-from pallas_kernels.paged_attention.shapes import (
+from jaxserve.kernels import Rows, paged_attention, quantize
+from jaxserve.kernels.fused_matmul import shapes as fused_shapes
+from jaxserve.kernels.gated_cell import shapes as cell_shapes
+from jaxserve.kernels.kv_write import shapes as write_shapes
+from jaxserve.kernels.page_copy import shapes as copy_shapes
+from jaxserve.kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
+from jaxserve.kernels.paged_attention.shapes import (
     BENCHMARK_SHAPES,
     GPU_DECODE_SHAPES,
     GPU_MIXED_SHAPES,
     GPU_PREFILL_SHAPES,
     AttentionShape,
 )
-from pallas_kernels.quantised_matmul import shapes as product_shapes
+from jaxserve.kernels.quantised_matmul import shapes as product_shapes
 
 SHAPES = {
     "decode": GPU_DECODE_SHAPES,

@@ -25,8 +25,8 @@ from benchmarks.common.harness import Benchmark, Record, option, reason
 from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.kernels.timing import Attention, num_layers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
-from pallas_kernels.paged_attention.shapes import AttentionShape
-from pallas_kernels.paged_attention.tilings import (
+from jaxserve.kernels.paged_attention.shapes import AttentionShape
+from jaxserve.kernels.paged_attention.tilings import (
     TUNED,
     Entry,
     cores_of,

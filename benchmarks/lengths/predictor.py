@@ -18,7 +18,7 @@ from benchmarks.common.harness import Benchmark, of_options, option, without_fol
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 if TYPE_CHECKING:
-    from predictor import LengthPredictor
+    from jaxserve.predictor import LengthPredictor
 
 BATCHES = (1, 64)
 
@@ -34,9 +34,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.cli.predictor import Settings
-    from predictor import TrainingConfig, train
-    from predictor.data import columns
-    from predictor.evaluation import compare
+    from jaxserve.predictor import TrainingConfig, train
+    from jaxserve.predictor.data import columns
+    from jaxserve.predictor.evaluation import compare
 
     settings = of_options(
         Settings,
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _latencies(predictor: LengthPredictor, prompts: list[str]) -> dict[str, float]:
-    from predictor.evaluation import milliseconds_a_prompt
+    from jaxserve.predictor.evaluation import milliseconds_a_prompt
 
     return {str(size): milliseconds_a_prompt(predictor.logits, prompts, size) for size in BATCHES}
 

@@ -23,8 +23,8 @@ from jaxserve.cli.probe import ELAPSED, ProbeSettings, TrainedProbe, train_probe
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
+    from jaxserve.predictor import LengthDistributions, Refinement
     from jaxserve.runtime import Runtime
-    from predictor import LengthDistributions, Refinement
 
 _PROMPT_TOKENS = 16
 # Calls that host times are averages of.
@@ -32,7 +32,7 @@ _CALLS = 200
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    from predictor.probe_training import compare_remaining
+    from jaxserve.predictor.probe_training import compare_remaining
 
     predictor = load_predictor(options)
     settings = of_options(

@@ -26,12 +26,12 @@ from benchmarks.offline.peers.compare import peers_of, run_peers
 from benchmarks.startup.starts import start_times
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
+from jaxserve.kernels import Rows, matmul, panel_matmul, to_panels
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.steps.sampling.sampler import Variant, sample
 from jaxserve.steps.slots import empty_slots
 from jaxserve.workload import WorkloadItem, random_items
-from pallas_kernels import Rows, matmul, panel_matmul, to_panels
 
 if TYPE_CHECKING:
     from jaxserve.report import Report

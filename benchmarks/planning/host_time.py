@@ -22,8 +22,8 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.presets import PRESETS
-from predictor import LengthBuckets
 
 _PAGE_TOKENS = 32
 _SHORT_CONTEXT = 1024

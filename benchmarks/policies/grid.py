@@ -24,10 +24,10 @@ from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import DeviceRoofs
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, task_items
-from predictor import LengthBuckets
 
 # The presets with a distinct policy on one device group, except the slowest and the oracles.
 POLICIES = (

@@ -31,8 +31,8 @@ class Cell(BaseCell):
         checked.
       name: the name in reports and errors; by default the module's class.
       priority, batch_sizes: see `BaseCell`.
-      takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
-        states that are not gathered. GPUs and CPUs then pass these for inputs that do not travel
+      takes_rows: whether the module also takes inputs as `jaxserve.kernels.RowsAt`, rows of a pool
+        of states that are not gathered. GPUs and CPUs then pass these for inputs that do not travel
         with the task.
       allows_infinite: whether outputs may be infinite, such as masked logits. By default infinity
         ends the request as NaN does.

@@ -15,10 +15,10 @@ from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, CellLayout, TypeLayout
 from jaxserve.cells.values import ValueSpec
-from pallas_kernels import RowsAt, scatter_pages
-from pallas_kernels.dispatch import target_platform
-from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
-from pallas_kernels.put_rows import can_put_rows, put_rows
+from jaxserve.kernels import RowsAt, scatter_pages
+from jaxserve.kernels.dispatch import target_platform
+from jaxserve.kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
+from jaxserve.kernels.put_rows import can_put_rows, put_rows
 
 _log = logging.getLogger(__name__)
 

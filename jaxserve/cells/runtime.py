@@ -44,8 +44,8 @@ from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.pending import Pending, cancelled_by_ctrl_c, wait_for_all
 from jaxserve.execution.compilation import enable_compilation_cache
+from jaxserve.kernels import dispatch
 from jaxserve.report import Report
-from pallas_kernels import dispatch
 
 # More slots than this do not help: the host's work on that many live values takes longer.
 _MAX_SLOTS = 1 << 16

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from jaxserve.fleet import Fleet
     from jaxserve.runtime import Runtime, Service
-    from sharding import DeviceGroups, StagePlan
+    from jaxserve.sharding import DeviceGroups, StagePlan
 
 
 _STAGE = r"([1-9]\d*\*)?\d+(x\d+)?"
@@ -59,7 +59,7 @@ def stage_plan(text: str, tensor_parallel: int, devices: Sequence[Any] | None = 
 
     A stage without a number of devices has `tensor_parallel`.
     """
-    from sharding import StagePlan
+    from jaxserve.sharding import StagePlan
 
     if not _STAGES.fullmatch(text):
         raise ValueError(f"stages={text!r} is not understood; pass e.g. 20x2,10x1 or 15,15")
@@ -78,7 +78,7 @@ def device_groups(text: str) -> DeviceGroups:
     """
     import jax
 
-    from sharding import DeviceGroups
+    from jaxserve.sharding import DeviceGroups
 
     parts = text.split("/")
     if len(parts) != 2 or not all(map(_STAGES.fullmatch, parts)):
@@ -105,7 +105,7 @@ def _each_stage(text: str) -> list[str]:
 
 
 def _group(text: str, devices: Sequence[Any]) -> Mesh | StagePlan:
-    from sharding import make_mesh
+    from jaxserve.sharding import make_mesh
 
     if text.isdecimal():
         return make_mesh(tensor=int(text), devices=devices)
@@ -204,7 +204,7 @@ def _open_runtime(
     import jax
 
     from jaxserve.runtime import Runtime
-    from sharding import make_mesh
+    from jaxserve.sharding import make_mesh
 
     num_processes = jax.process_count()
     try:

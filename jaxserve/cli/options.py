@@ -196,12 +196,11 @@ def describe(error: JaxserveError) -> str:
 
 
 def log_to_stderr(level: LogLevel) -> None:
-    """Log what this package, its kernels and its predictor say, from this level on."""
+    """Log what this package says, from this level on."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     if level == "warning":  # as it is, which a program that calls a command may have changed
         return
-    for package in ("jaxserve", "pallas_kernels", "predictor", "sharding"):
-        logging.getLogger(package).setLevel(level.upper())
+    logging.getLogger("jaxserve").setLevel(level.upper())
 
 
 @contextmanager
@@ -509,7 +508,7 @@ class ProcessOptions:
 
     def join(self) -> bool:
         """Connect the processes, if there are several; return whether this process leads."""
-        import sharding
+        from jaxserve import sharding
 
         try:
             group = sharding.join(self.coordinator, self.num_processes, self.process_id)

@@ -18,7 +18,7 @@ from jaxserve.core.errors import InvalidConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from predictor import Contender, Example, LengthPredictor
+    from jaxserve.predictor import Contender, Example, LengthPredictor
 
 
 # File in the folder of a trained predictor or probe, with the settings of its training.
@@ -114,8 +114,8 @@ class Settings:
     def read(self, progress: bool) -> list[list[Example]]:
         """Return the examples for training, calibration and test."""
         from jaxserve.models.tokenizer import Tokenizer
+        from jaxserve.predictor.data import clipped, split_in_three
         from jaxserve.workload.answers import read_examples
-        from predictor.data import clipped, split_in_three
 
         examples = read_examples(
             self.data,
@@ -132,7 +132,7 @@ class Settings:
         """Return the untrained predictor, and turn the persistent compilation cache on."""
         from jaxserve.execution.compilation import enable_compilation_cache
         from jaxserve.models.registry import untrained_predictor
-        from predictor import LengthBuckets
+        from jaxserve.predictor import LengthBuckets
 
         enable_compilation_cache()
         lengths = [example.output_length for example in parts[0]]
@@ -205,10 +205,10 @@ def train(
             batch_size=batch_size,
             learning_rate=learning_rate,
         )
-        from predictor import TrainingConfig
-        from predictor import train as train_predictor
-        from predictor.data import columns
-        from predictor.evaluation import compare
+        from jaxserve.predictor import TrainingConfig
+        from jaxserve.predictor import train as train_predictor
+        from jaxserve.predictor.data import columns
+        from jaxserve.predictor.evaluation import compare
 
         config = TrainingConfig(
             num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
@@ -258,8 +258,8 @@ def evaluate(
     with opt.exit_codes(), opt.refusals():
         from dataclasses import replace
 
-        from predictor import LengthPredictor
-        from predictor.evaluation import compare
+        from jaxserve.predictor import LengthPredictor
+        from jaxserve.predictor.evaluation import compare
 
         settings = _settings_of(folder)
         if data is not None:
@@ -284,7 +284,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
     with opt.exit_codes(), opt.refusals():
         import jax
 
-        from predictor import LengthPredictor
+        from jaxserve.predictor import LengthPredictor
 
         predictor = LengthPredictor.load(folder)
         num = sum(leaf.size for leaf in jax.tree.leaves(predictor.params))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxserve.models.store import LoadedModel
+    from jaxserve.predictor import History, LengthProbe, Readings
     from jaxserve.workload.answers import FinishedAnswer
-    from predictor import History, LengthProbe, Readings
 
 probe_app = typer.Typer(
     help="Train and describe probes, which read remaining lengths off the model's activations.",
@@ -87,7 +87,7 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
     from jaxserve.execution.sizes import platform_defaults
     from jaxserve.models.activations import read_along
     from jaxserve.models.store import load_model
-    from predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe
+    from jaxserve.predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe
 
     answers = _split_answers(settings)
     enable_compilation_cache()
@@ -135,8 +135,8 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
 
 
 def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
+    from jaxserve.predictor.data import split_in_three
     from jaxserve.workload.answers import read_finished
-    from predictor.data import split_in_three
 
     answers = read_finished(settings.data)[: settings.max_answers]
     with opt.refusals():
@@ -216,7 +216,7 @@ def train(
             seed=seed,
         )
         _prepare(output)
-        from predictor.probe_training import compare_remaining
+        from jaxserve.predictor.probe_training import compare_remaining
 
         done = train_probe_on(settings, progress=not quiet)
         done.probe.save(output)
@@ -244,7 +244,7 @@ def train(
 def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> None:
     """Describe a probe: the layer that it reads, its buckets, and the weights of its readings."""
     with opt.exit_codes(), opt.refusals():
-        from predictor import LengthProbe
+        from jaxserve.predictor import LengthProbe
 
         probe = LengthProbe.load(folder)
         refinement = probe.refinement

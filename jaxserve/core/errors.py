@@ -324,7 +324,7 @@ class MissingExtraError(JaxserveError, ImportError):
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed; "
-            f"install it with: pip install 'jaxserve[{extra}]'"
+            f"install it in a checkout of jaxserve with: pip install -e '.[{extra}]'"
         )
 
 

@@ -242,7 +242,7 @@ class RuntimeOptions:
         True: all of them before the first request. False: each at its first use.
       strict: raise when something compiles after warm-up.
       attention: implementation of paged attention instead of the platform's choice: one of
-        `pallas_kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
+        `jaxserve.kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
         the first that serves a shape is used. The write of keys and values uses the implementation
         of the same name, if there is one.
       huge_pages: read weights that an earlier start converted into huge pages of a CPU's memory,

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-from predictor import Calibration, LengthBuckets, LengthDistributions
+from jaxserve.predictor import Calibration, LengthBuckets, LengthDistributions
 
 
 @final

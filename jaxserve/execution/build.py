@@ -40,20 +40,20 @@ from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.stages import DeviceStage, StepExecutor
 from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import check_dtype
+from jaxserve.kernels.paged_attention import IMPLEMENTATIONS
+from jaxserve.kernels.zeros import zeros
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.loading import timed
 from jaxserve.models.parts import ModelPart, cut
+from jaxserve.sharding import ProcessGroup, StagePlan
 from jaxserve.steps.drafting import Drafter, united
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
 from jaxserve.steps.slots import empty_slots
 from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from pallas_kernels.zeros import zeros
-from sharding import ProcessGroup, StagePlan
 
 
 @final

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.memory_plan import free_device_bytes
+from jaxserve.kernels import build, dispatch
 from jaxserve.models.linear import RowKernels, without_row_kernels
 from jaxserve.models.quantised import QuantisedWeight
+from jaxserve.sharding import DeviceGroups, StagePlan
+from jaxserve.sharding.shards import TENSOR
 from jaxserve.steps.step_function import Placement
-from pallas_kernels import build, dispatch
-from sharding import DeviceGroups, StagePlan
-from sharding.shards import TENSOR
 
 
 @final

@@ -8,9 +8,9 @@ from typing import Protocol
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import Moves
+from jaxserve.predictor import Refinement
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from predictor import Refinement
 
 
 class StepHandle(Protocol):

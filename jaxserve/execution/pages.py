@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import HostMemoryError
+from jaxserve.kernels import gather_pages, scatter_pages
 from jaxserve.memory.page_pool import Moves, page_sources
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
+from jaxserve.sharding.shards import TENSOR, over_tensor
 from jaxserve.steps.step_function import Shelf, abstract, staging_place, unkept
-from pallas_kernels import gather_pages, scatter_pages
-from sharding.shards import TENSOR, over_tensor
 
 # A whole cache or one of its buffers.
 _Cache = TypeVar("_Cache")

@@ -42,7 +42,7 @@ from jaxserve.execution.transport import (
 from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from sharding import ProcessGroup
+from jaxserve.sharding import ProcessGroup
 
 # ---- messages, in addition to plans and `Arrived` ----
 

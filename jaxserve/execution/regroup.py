@@ -22,11 +22,11 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.transport import LocalTransport
 from jaxserve.models.config import check_fits
+from jaxserve.sharding import DeviceGroups, make_groups, placed, state_shardings
+from jaxserve.sharding.rules import replicated
+from jaxserve.sharding.shards import TENSOR
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.step_function import Placement, StepFunction, abstract
-from sharding import DeviceGroups, make_groups, placed, state_shardings
-from sharding.rules import replicated
-from sharding.shards import TENSOR
 
 # Called repeatedly; raises if the work must end.
 Check = Callable[[], None]

@@ -20,9 +20,9 @@ from jaxserve.execution.executor import Executor
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_sources, page_targets
+from jaxserve.predictor import Refinement
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
-from predictor import Refinement
 
 END_TOKEN = 0
 

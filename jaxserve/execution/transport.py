@@ -30,8 +30,8 @@ from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, chunks, gathered
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
+from jaxserve.sharding import ProcessGroup
 from jaxserve.steps.step_function import Placement, StepFunction, abstract, unkept
-from sharding import ProcessGroup
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jaxserve.core.errors import InvalidConfigError, InvalidParamsError
 from jaxserve.models.adapters import without_adapters
 from jaxserve.models.config import check_fits
+from jaxserve.sharding import placed, state_shardings
 from jaxserve.steps.executable_store import Unnameable, key_of, our_sources
-from sharding import placed, state_shardings
 
 # Begins the fingerprints of weights whose settings have no name, which no other process has.
 _THIS_PROCESS = os.urandom(16)

@@ -184,7 +184,7 @@ class ReplicaActor:
 
     async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
         from jaxserve.runtime import Runtime
-        from sharding import make_mesh
+        from jaxserve.sharding import make_mesh
 
         try:
             mesh = None if tensor_parallel == 1 else make_mesh(tensor=tensor_parallel)

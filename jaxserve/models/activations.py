@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.decoder import Decoder
+from jaxserve.predictor import Readings
 from jaxserve.workload.answers import FinishedAnswer
-from predictor import Readings
 
 # Tokens of a forward pass; sequences are padded to multiples of the smallest length.
 _TOKENS_A_PASS = 2048

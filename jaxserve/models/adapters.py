@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxserve.kernels import add_low_rank
 from jaxserve.models.linear import WeightAxes, representation_of
-from pallas_kernels import add_low_rank
 
 
 @final

@@ -1,6 +1,6 @@
 """Attention: which keys a query sees, and the layers that project queries, keys and values.
 
-Three kinds share the contract of `pallas_kernels.paged_attention`, which is causal by position: a
+Three kinds share the contract of `jaxserve.kernels.paged_attention`, which is causal by position: a
 query at position p sees the keys of its row's page table at positions up to p, and below the
 context's length. The kinds differ in the rows that they make, and in what they write:
 
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels import Rows
 from jaxserve.models.config import DecoderConfig, QueryGrowth
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear, SumsRows
@@ -35,7 +36,6 @@ from jaxserve.models.norms import HeadLayerNorm, LayerNorm, Norm, RMSNorm, UnitR
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from jaxserve.models.weights import Tensor, Weight
-from pallas_kernels import Rows
 
 
 def causal_rows(

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int32, Real, Shaped
 
 from jaxserve.core.options import KV_DTYPES
+from jaxserve.kernels import RopeTables, Rows, paged_attention, rotate_and_write, scatter_pages
+from jaxserve.kernels.kv_write import IMPLEMENTATIONS as WRITERS
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.config import DecoderConfig, LayerKind
 from jaxserve.models.recurrence import Advance, Inputs, State, advance_rows
-from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write, scatter_pages
-from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
-from pallas_kernels.paged_attention import Plan
-from sharding.shards import TENSOR, over_tensor
+from jaxserve.sharding.shards import TENSOR, over_tensor
 
 # How arrays are split over a mesh: heads [tokens, heads, ...], pages [layers, pages, heads, ...].
 _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
@@ -106,7 +106,7 @@ class KVCache:
     # k_pages, v_pages: `layers` are those in the buffer.
     k_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
     v_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
-    # k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`); empty for
+    # k_scales, v_scales: the scales of pages in eight bits (`jaxserve.kernels.quantize`); empty for
     # other pages.
     k_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
     v_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()

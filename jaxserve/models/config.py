@@ -16,7 +16,7 @@ from jaxserve.models.pooling import Labels, Pooling
 from jaxserve.models.recurrence import Recurrence
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
-from sharding import check_tensor_axis
+from jaxserve.sharding import check_tensor_axis
 
 # The form of a layer's memory of a sequence: keys and values in pages, a state in its slot, both
 # (if all layers of the model have both), or none in a layer that is only an MLP.

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels import RopeTables, apply_rope, whole_attention
 from jaxserve.models.batch import AttentionBatch, KVCache, in_chunks
 from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
-from pallas_kernels import RopeTables, apply_rope, whole_attention
 
 
 class LayerContext(Protocol):
@@ -49,7 +49,7 @@ class LayerContext(Protocol):
 
         This rotates queries and keys if positions are rotary, unless they are rotated already.
         `scale`, `soft_cap`, `alibi_slopes` and `sinks` are those of
-        `pallas_kernels.paged_attention`.
+        `jaxserve.kernels.paged_attention`.
         """
         ...
 

@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.kernels import RopeTables, log_sum_exp
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
@@ -34,7 +35,6 @@ from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.pooling import Labels
 from jaxserve.models.rope import Rope, rope_tables
-from pallas_kernels import RopeTables, log_sum_exp
 
 LayerLayout = Literal["unrolled", "scanned"]
 

@@ -22,7 +22,13 @@ from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import normed, with_residual
 from jaxserve.models.routing import choose, sum_few
 from jaxserve.models.weights import Tensor, Weight, gate_and_up
-from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_tensor, tensor_index
+from jaxserve.sharding.shards import (
+    TENSOR,
+    num_tensor_shards,
+    over_tensor,
+    sum_over_tensor,
+    tensor_index,
+)
 
 
 @final

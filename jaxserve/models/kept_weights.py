@@ -16,14 +16,14 @@ from flax import nnx
 from jaxtyping import Float32, Int32
 
 from jaxserve.core.errors import CheckpointError
+from jaxserve.kernels import PackedMatrix
+from jaxserve.kernels.quantised_matmul import Rounding, pack
 from jaxserve.models.gguf import BLOCK_TYPES, CommonForm, GGUFSource, TensorInfo
 from jaxserve.models.linear import WeightAxes
 from jaxserve.models.quantised import INT8, QuantisedWeight, in_axes_last
 from jaxserve.models.quantised_folders.folder import QuantisedFolder
 from jaxserve.models.quantised_folders.matrix import Matrix
 from jaxserve.models.weights import WeightSource
-from pallas_kernels import PackedMatrix
-from pallas_kernels.quantised_matmul import Rounding, pack
 
 _log = logging.getLogger(__name__)
 

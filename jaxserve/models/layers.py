@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.kernels import gated_silu
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
@@ -23,7 +24,6 @@ from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import Gate, projected
-from pallas_kernels import gated_silu
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
     MappingProxyType(

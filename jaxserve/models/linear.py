@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import grouped_matmul, matmul
+from jaxserve.kernels import grouped_matmul, matmul
 
-# Implementations of `pallas_kernels` that give a row the same bits in any batch; the second runs on
-# any platform, for tests.
+# Implementations of `jaxserve.kernels` that give a row the same bits in any batch; the second runs
+# on any platform, for tests.
 RowKernels = Literal["triton", "triton_interpreted"]
 
 
@@ -140,7 +140,7 @@ class DenseWeight:
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """Compute the product by the row kernels, or on a CPU by `pallas_kernels.matmul`."""
+        """Compute the product by the row kernels, or on a CPU by `jaxserve.kernels.matmul`."""
         weight = self.array
         if x.ndim > 2:
             weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])
@@ -159,7 +159,7 @@ class DenseWeight:
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """Compute the product, on the CPU by the kernel of `pallas_kernels.grouped_matmul`."""
+        """Compute the product, on the CPU by the kernel of `jaxserve.kernels.grouped_matmul`."""
         matrices, width, *out = self.array.shape
         flat = grouped_matmul(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)

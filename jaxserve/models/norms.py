@@ -7,10 +7,10 @@ from typing import Protocol, final
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.kernels import RMSScale, layer_norm, rms_norm
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.linear import SumsRows
 from jaxserve.models.param_maker import ParamMaker
-from pallas_kernels import RMSScale, layer_norm, rms_norm
 
 
 class Norm(Protocol):
@@ -32,7 +32,7 @@ class RMSNorm(SumsRows):
 
     @property
     def as_scale(self) -> RMSScale:
-        """The norm as an argument of `pallas_kernels.fused_matmul`."""
+        """The norm as an argument of `jaxserve.kernels.fused_matmul`."""
         return RMSScale(self.scale[...], self.eps, self.offset)
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -14,7 +14,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.models.decoder import LayerLayout, Part
 from jaxserve.models.loading import abstract_model
-from sharding import Stage, StagePlan, stages_of, state_shardings
+from jaxserve.sharding import Stage, StagePlan, stages_of, state_shardings
 
 Path = tuple[Any, ...]
 

@@ -1,6 +1,6 @@
 """A layer's product with the norm before it, and the gate and the residual stream after it.
 
-On GPUs a step of few tokens computes them in one kernel (`pallas_kernels.fused_matmul`).
+On GPUs a step of few tokens computes them in one kernel (`jaxserve.kernels.fused_matmul`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.kernels import RMSScale, dispatch, fused_matmul, gated_silu
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm, RMSNorm
-from pallas_kernels import RMSScale, dispatch, fused_matmul, gated_silu
-from sharding import fitted_spec
-from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
+from jaxserve.sharding import fitted_spec
+from jaxserve.sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
 
 # Row kernels -> the same kernels, fused with the operations after the product.
 _FUSED: Mapping[Any, Any] = MappingProxyType(

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.kernels import build, columns_of, dispatch, from_panels, panel_matmul, to_panels
+from jaxserve.kernels.quantised_matmul import Rounding
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
-from pallas_kernels import build, columns_of, dispatch, from_panels, panel_matmul, to_panels
-from pallas_kernels.quantised_matmul import Rounding
 
 
 @final

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from pallas_kernels import Rows, dispatch
+from jaxserve.kernels import Rows, dispatch
 
 # The longest run of tokens that one call of an `Advance` gets. Longer rows take several calls.
 PIECE = 64

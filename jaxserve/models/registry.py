@@ -13,7 +13,7 @@ from jaxserve.core.errors import CheckpointError, UnknownModelError
 from jaxserve.models.hub import HubModel
 
 if TYPE_CHECKING:
-    from predictor import LengthBuckets, LengthPredictor
+    from jaxserve.predictor import LengthBuckets, LengthPredictor
 
 
 @final
@@ -249,8 +249,8 @@ def untrained_predictor(
       UnknownModelError, DownloadError, ModelCacheError: see `encoder_folder`.
       ValueError: the folder does not hold a supported encoder.
     """
-    from predictor import SIZES, LengthClassifier, LengthPredictor
-    from predictor.predictor import read_tokenizer
+    from jaxserve.predictor import SIZES, LengthClassifier, LengthPredictor
+    from jaxserve.predictor.predictor import read_tokenizer
 
     if encoder not in SIZES:
         folder = encoder_folder(encoder, progress=progress)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from pallas_kernels import RopeTables, dispatch, matmul
+from jaxserve.kernels import RopeTables, dispatch, matmul
 
 # The field of a GGUF file's own factor of sines and cosines, in addition to config.json's fields.
 MAGNITUDE = "gguf_attn_factor"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import log_sum_exp
+from jaxserve.kernels import log_sum_exp
 
 ExpertLayout = Literal["each", "out_in", "in_out"]
 

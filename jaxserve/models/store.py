@@ -45,7 +45,7 @@ from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tokenizer_files import TOKENIZER_FILES, declared_end_ids
 from jaxserve.models.weights import WeightSource
-from sharding import DeviceGroups, StagePlan, placed, state_shardings
+from jaxserve.sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from jaxserve.core.host import cpu_name
 from jaxserve.execution.step_cost import StepCost, StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.sharding import StagePlan
 from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
-from sharding import StagePlan
 
 # The fields of a configuration that change a compiled step and its time.
 _COMPILED = (

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.metrics import OUTCOMES, BoundOutcome, spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.kernels.dispatch import Choice
 from jaxserve.report.picture import over_replicas
 from jaxserve.report.trace import trace_events
-from pallas_kernels.dispatch import Choice
 
 if TYPE_CHECKING:
     from jaxserve.report.picture import Picture

@@ -67,10 +67,10 @@ from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.runtime.weight_update import WeightUpdater
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy_for
+from jaxserve.sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.step_function import Placement
 from jaxserve.workload.recorded import TraceWriter, check_is_free
-from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
 _log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
+from jaxserve.predictor import Calibration, LengthDistributions
 from jaxserve.scheduling.admission import Predicted
 from jaxserve.scheduling.policy import Policy
 from jaxserve.steps.probing import Probe
-from predictor import Calibration, LengthDistributions
 
 if TYPE_CHECKING:
-    from predictor import OnlineLearner
+    from jaxserve.predictor import OnlineLearner
 
 # Receives a prediction that comes after its request was submitted.
 Late = Callable[[LengthPrediction], None]
@@ -168,7 +168,7 @@ class Forecaster:
                 "predictor= reads the prompts' text, but this runtime has no tokenizer; pass "
                 "tokenizer= to Runtime, or omit the predictor"
             )
-        from predictor import LengthPredictor
+        from jaxserve.predictor import LengthPredictor
 
         folder = Path(given) if isinstance(given, (str, Path)) else None
         # A loaded predictor leaves the accelerator to the model.
@@ -284,7 +284,7 @@ def _likeliest(request: Request) -> int | None:
 
 def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
     """Return the predictor, and its learner with `learns`, or raise InvalidConfigError."""
-    from predictor import LengthPredictor, OnlineLearner
+    from jaxserve.predictor import LengthPredictor, OnlineLearner
 
     if isinstance(given, (str, Path)):
         try:
@@ -320,7 +320,7 @@ def load_probe(given: Any) -> Probe | None:
                 "of one"
             )
         return given
-    from predictor import LengthProbe
+    from jaxserve.predictor import LengthProbe
 
     try:
         return LengthProbe.load(given)

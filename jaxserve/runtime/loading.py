@@ -14,9 +14,11 @@ from jaxserve.execution.compatibility import Setting, check_quantised, check_tog
 from jaxserve.execution.compilation import enable_compilation_cache, executable_store
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
+from jaxserve.kernels.cpu_targets import compile_together
 from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import own_mesh, processes_of
 from jaxserve.scheduling.presets import get_policy_for
+from jaxserve.sharding import DeviceGroups, StagePlan
 from jaxserve.steps.executable_store import (
     Unnameable,
     key_of,
@@ -24,8 +26,6 @@ from jaxserve.steps.executable_store import (
     this_installation,
 )
 from jaxserve.steps.preparation import start_thread
-from pallas_kernels.cpu_targets import compile_together
-from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
     from jaxserve.models.store import LoadedModel

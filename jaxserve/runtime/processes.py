@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
+from jaxserve.sharding import DeviceGroups, JoinError, ProcessGroup, StagePlan, group_over
 from jaxserve.steps.step_function import Placement
-from sharding import DeviceGroups, JoinError, ProcessGroup, StagePlan, group_over
 
 
 def processes_of(

@@ -36,8 +36,8 @@ from jaxserve.planning.schedules.schedule import AllocationPolicy, Division
 from jaxserve.planning.step_times import GroupSizes
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
+from jaxserve.sharding import DeviceGroups
 from jaxserve.steps.step_function import abstract
-from sharding import DeviceGroups
 
 _log = logging.getLogger(__name__)
 

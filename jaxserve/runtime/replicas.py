@@ -39,6 +39,7 @@ from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.executor import ProcessRole
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
+from jaxserve.kernels import dispatch
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_cache import Tier
 from jaxserve.planning.schedules.plan import SchedulePlan
@@ -48,7 +49,6 @@ from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
-from pallas_kernels import dispatch
 
 _log = logging.getLogger(__name__)
 # The smallest pool, without a page that a sequence could use: the null page, and one more.

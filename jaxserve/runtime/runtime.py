@@ -41,11 +41,11 @@ from jaxserve.runtime.status import StatusLog, log_start
 from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
 from jaxserve.scheduling.bounds import Outlook
 from jaxserve.scheduling.kv.transfer import KVPages
+from jaxserve.sharding import DeviceGroups, StagePlan
 from jaxserve.workload import WorkloadItem
-from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
-    from predictor import OnlineLearner
+    from jaxserve.predictor import OnlineLearner
 
 
 @final

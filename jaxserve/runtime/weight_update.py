@@ -24,7 +24,7 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replica, Replicas
 from jaxserve.runtime.timings import Timings
-from sharding import split_replicas
+from jaxserve.sharding import split_replicas
 
 # Treatment of the KV of requests that continue after an update.
 KV = Literal["recompute", "keep"]

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
+from jaxserve.predictor import LengthBuckets, LengthDistributions, Refinement
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets, LengthDistributions, Refinement
 
 # Number of times at which the use of memory is evaluated.
 _NUM_TIMES = 32

@@ -22,6 +22,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.memory.page_pool import Moves
+from jaxserve.predictor import Refinement
 from jaxserve.scheduling.kv.manager import KVManager, PageUsage
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.order import OrderKeys
@@ -32,7 +33,6 @@ from jaxserve.scheduling.sequence import Phase, PooledPrompt, Sequence
 from jaxserve.scheduling.slack import Pace
 from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
-from predictor import Refinement
 
 # Handovers in a row of a sequence whose pages may be lost before its request fails.
 MAX_LOST_HANDOVERS = 3

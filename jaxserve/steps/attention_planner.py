@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps.packing import MixedBatch
 from jaxserve.steps.step_function import Placement
-from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
 
 
 @final

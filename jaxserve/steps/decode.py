@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
@@ -32,7 +33,6 @@ from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import SlotSampling, Variant, sample
 from jaxserve.steps.slots import SlotState
-from pallas_kernels.paged_attention import Plan
 
 
 class IterationTokens(NamedTuple):

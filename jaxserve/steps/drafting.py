@@ -13,11 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import Decoder, LayerLayout, Tap
 from jaxserve.models.linear import RowKernels, use_row_kernels
-from pallas_kernels.paged_attention import Plan
 
 
 def merged(graphdef: nnx.GraphDef, params: Any, config: EngineConfig) -> Any:

@@ -15,12 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.kernels import Rows
 from jaxserve.models.attention import bidirectional_rows, causal_rows, cross_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.encoder_decoder import EncoderBatch
 from jaxserve.steps.packing import MixedBatch, Params, attention_batch, positions_and_slots
 from jaxserve.steps.slots import SlotState
-from pallas_kernels import Rows
 
 
 def decoder_start(encoded: Int32[Array, " rows"], page_size: int) -> Int32[Array, " rows"]:

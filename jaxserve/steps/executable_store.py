@@ -33,8 +33,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental import serialize_executable
 
-from pallas_kernels.build import cpu_model, is_own, read_own_file
-from pallas_kernels.cpu_targets import register_called
+from jaxserve.kernels.build import cpu_model, is_own, read_own_file
+from jaxserve.kernels.cpu_targets import register_called
 
 _log = logging.getLogger(__name__)
 
@@ -269,9 +269,9 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
 
 
-# Packages whose sources or versions are part of every key; only their classes and functions have
-# names.
-_OURS = ("jaxserve", "pallas_kernels", "predictor", "sharding")
+# The package whose sources, and others whose versions, are part of every key; only their classes
+# and functions have names.
+_OURS = "jaxserve"
 _VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _BUILTIN = ("builtins", "collections", "functools", "jaxtyping")
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "NVIDIA_TF32", "CUDA_VISIBLE_DEVICES")
@@ -296,12 +296,11 @@ def key_of(*parts: Any) -> str:
 
 @functools.cache
 def our_sources() -> str:
-    """Return a digest of our packages' sources when this module was imported.
+    """Return a digest of our package's sources when this module was imported.
 
     Later edits are not in the modules that this process runs.
     """
-    lines = [line for name in _OURS for line in _sources(name)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(_sources(_OURS)).encode()).hexdigest()
 
 
 @functools.cache
@@ -385,7 +384,7 @@ def _global(thing: Any) -> str:
     """Return the name of a class or function in a module of ours, JAX or Flax."""
     module, name = thing.__module__ or "builtins", thing.__qualname__
     package = module.partition(".")[0]
-    if package not in (*_OURS, *_VERSIONED, *_BUILTIN) or "<" in name:
+    if package not in (_OURS, *_VERSIONED, *_BUILTIN) or "<" in name:
         raise Unnameable(f"{module}.{name}")
     return f"{module}.{name}"
 
@@ -397,7 +396,7 @@ def _sources(package: str) -> list[str]:
         raise ModuleNotFoundError(f"the package {package} has no folder")
     root = Path(spec.submodule_search_locations[0])
     lines = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name not in _IGNORED_FILES)
         for name in sorted(names):
             path = Path(folder, name)

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, merged, serving_model
 from jaxserve.steps.encoding import visible_rows
@@ -25,7 +26,6 @@ from jaxserve.steps.sampling.logprobs import PromptLogprobs, prompt_logprobs
 from jaxserve.steps.sampling.processors import Rows
 from jaxserve.steps.sampling.sampler import processed_logprobs
 from jaxserve.steps.slots import SlotState
-from pallas_kernels.paged_attention import Plan
 
 
 def mixed_body(

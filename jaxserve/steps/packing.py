@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.kernels import Rows
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.decoder import Tap
@@ -21,8 +23,6 @@ from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors import AllowedTokens
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import SlotState
-from pallas_kernels import Rows
-from pallas_kernels.paged_attention import Plan
 
 Params = Any
 

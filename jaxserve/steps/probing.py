@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.errors import InvalidConfigError
-from predictor import Refinement
+from jaxserve.predictor import Refinement
 
 
 class Probe(Protocol):

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed, stages
@@ -36,7 +37,6 @@ from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import empty_slots
 from jaxserve.steps.step_function import Placement, Shelf, StepFunction, shelf_of, staging_place
-from pallas_kernels.paged_attention import Plan
 
 
 @final

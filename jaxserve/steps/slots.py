@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.kernels import move_pages
 from jaxserve.scheduling.plan import Admission, Extension
+from jaxserve.sharding.shards import over_tensor
 from jaxserve.steps.proposals import Answers, Lookup
 from jaxserve.steps.sampling.sampler import SlotSampling, empty_sampling, pack_sampling
-from pallas_kernels import move_pages
-from sharding.shards import over_tensor
 
 # Limits of one call: rows of `admit`, of `extend` (and tokens of each of them) and of `move`, and
 # entries of `edit`; more take several calls.

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import KVCache
 from jaxserve.steps.decode import (
     block_of,
@@ -32,7 +33,6 @@ from jaxserve.steps.packing import DecodeWindow, Params
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import SlotState
-from pallas_kernels.paged_attention import Plan
 
 
 @final

@@ -23,6 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32
 
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.cpu_targets import target_names
+from jaxserve.sharding.rules import replicated
+from jaxserve.sharding.shards import TENSOR
 from jaxserve.steps.executable_store import (
     ExecutableStore,
     Unnameable,
@@ -34,10 +38,6 @@ from jaxserve.steps.executable_store import (
     this_installation,
     without_jax_cache,
 )
-from pallas_kernels import dispatch
-from pallas_kernels.cpu_targets import target_names
-from sharding.rules import replicated
-from sharding.shards import TENSOR
 
 
 @final
@@ -95,7 +95,7 @@ class Shelf:
 
     Args:
       above: digest of everything that decides the programs themselves and that they share.
-      kernels: the C++ kernels that they may call, see `pallas_kernels.cpu_targets.target_names`.
+      kernels: the C++ kernels that they may call, see `jaxserve.kernels.cpu_targets.target_names`.
     """
 
     def __init__(

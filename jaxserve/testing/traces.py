@@ -22,11 +22,11 @@ from jaxserve.engine.constraints import AnswerMatcher
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.predictor import LengthBuckets, Refinement
 from jaxserve.scheduling.plan import TokenMasks
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets, Refinement
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 

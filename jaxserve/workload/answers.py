@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from jaxserve.core.assets import fetch
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.predictor.data import Example, read_jsonl
 from jaxserve.workload import recorded, sharegpt
-from predictor.data import Example, read_jsonl
 
 _log = logging.getLogger(__name__)
 

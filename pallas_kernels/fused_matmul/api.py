@@ -7,9 +7,9 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.fused_matmul import rows, triton, xla
-from pallas_kernels.fused_matmul.operands import RMSScale
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.fused_matmul import rows, triton, xla
+from jaxserve.kernels.fused_matmul.operands import RMSScale
 
 Implementation = Literal[
     "xla", "triton", "triton_interpreted", "triton_rows", "triton_rows_interpreted"

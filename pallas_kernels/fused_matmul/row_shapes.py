@@ -9,8 +9,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_matmul.api import fused_matmul
-from pallas_kernels.matmul import matmul
+from jaxserve.kernels.fused_matmul.api import fused_matmul
+from jaxserve.kernels.matmul import matmul
 
 
 @final

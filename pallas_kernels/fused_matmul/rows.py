@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.fused_matmul.operands import RMSScale
-from pallas_kernels.matmul import rowwise_product
-from pallas_kernels.pointwise import rms_norm
+from jaxserve.kernels.fused_matmul.operands import RMSScale
+from jaxserve.kernels.matmul import rowwise_product
+from jaxserve.kernels.pointwise import rms_norm
 
 
 def fused_matmul(

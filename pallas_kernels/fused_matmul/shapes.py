@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fused_matmul.api import fused_matmul
-from pallas_kernels.fused_matmul.operands import RMSScale
+from jaxserve.kernels.fused_matmul.api import fused_matmul
+from jaxserve.kernels.fused_matmul.operands import RMSScale
 
 
 @final

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, gpu
-from pallas_kernels.fused_matmul.operands import RMSScale
+from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels.fused_matmul.operands import RMSScale
 
 # With more tokens, programs would read them from the device's cache for longer than they read
 # weights from memory, and columns for larger tiles are too few to fill the device.

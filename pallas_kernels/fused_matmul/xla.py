@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.fused_matmul.operands import RMSScale
-from pallas_kernels.matmul import matmul
-from pallas_kernels.pointwise import gated_silu, rms_norm
+from jaxserve.kernels.fused_matmul.operands import RMSScale
+from jaxserve.kernels.matmul import matmul
+from jaxserve.kernels.pointwise import gated_silu, rms_norm
 
 
 def fused_matmul(

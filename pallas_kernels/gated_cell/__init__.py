@@ -1,8 +1,8 @@
 """Gated recurrent cells whose inputs are rows of larger arrays: gather, product and gates."""
 
-from pallas_kernels.gated_cell.api import gated_cell
-from pallas_kernels.gated_cell.cpu import Column, TaskColumns, gated_tasks, pack_gates
-from pallas_kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt, rows_at
+from jaxserve.kernels.gated_cell.api import gated_cell
+from jaxserve.kernels.gated_cell.cpu import Column, TaskColumns, gated_tasks, pack_gates
+from jaxserve.kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt, rows_at
 
 __all__ = [
     "KINDS",

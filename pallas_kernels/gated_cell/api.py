@@ -8,9 +8,9 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.gated_cell import cpu, reference, triton, xla
-from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.gated_cell import cpu, reference, triton, xla
+from jaxserve.kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 

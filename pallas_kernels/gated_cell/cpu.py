@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.gated_cell import xla
-from pallas_kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.gated_cell import xla
+from jaxserve.kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 # The number of each kind in cpu.cc.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
+from jaxserve.kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 
 def gated_cell(

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_cell.api import gated_cell
-from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
+from jaxserve.kernels.gated_cell.api import gated_cell
+from jaxserve.kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 
 @final

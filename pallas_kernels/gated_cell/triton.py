@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from pallas_kernels import gpu
-from pallas_kernels.gated_cell.operands import KINDS, CellKind, Kind, Product, RowsAt
+from jaxserve.kernels import gpu
+from jaxserve.kernels.gated_cell.operands import KINDS, CellKind, Kind, Product, RowsAt
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # A product of tensor cores has at least 16 rows and columns.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
-from pallas_kernels.matmul import matmul
+from jaxserve.kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
+from jaxserve.kernels.matmul import matmul
 
 
 def gated_cell(

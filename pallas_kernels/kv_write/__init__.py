@@ -1,8 +1,8 @@
 """Writes of keys and values into pages: `rotate_and_write` for a step, `kv_write` for one array."""
 
-from pallas_kernels.kv_write.api import IMPLEMENTATIONS, rotate_and_write
-from pallas_kernels.kv_write.operands import RopeTables, apply_rope, quantize
-from pallas_kernels.kv_write.xla import kv_write
+from jaxserve.kernels.kv_write.api import IMPLEMENTATIONS, rotate_and_write
+from jaxserve.kernels.kv_write.operands import RopeTables, apply_rope, quantize
+from jaxserve.kernels.kv_write.xla import kv_write
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels import dispatch
-from pallas_kernels.kv_write import cpu, reference, triton, xla
-from pallas_kernels.kv_write.operands import RopeTables, Written
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.kv_write import cpu, reference, triton, xla
+from jaxserve.kernels.kv_write.operands import RopeTables, Written
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.kv_write.operands import LARGEST, RopeTables, Written
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.kv_write.operands import LARGEST, RopeTables, Written
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 

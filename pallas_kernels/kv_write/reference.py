@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.kv_write.operands import RopeTables, Written, quantize
+from jaxserve.kernels.kv_write.operands import RopeTables, Written, quantize
 
 
 def kv_write(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write.api import rotate_and_write
-from pallas_kernels.kv_write.operands import LARGEST
+from jaxserve.kernels.kv_write.api import rotate_and_write
+from jaxserve.kernels.kv_write.operands import LARGEST
 
 
 @final

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels import gpu
-from pallas_kernels.kv_write.operands import LARGEST, RopeTables, Written
+from jaxserve.kernels import gpu
+from jaxserve.kernels.kv_write.operands import LARGEST, RopeTables, Written
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_WIDTH = 256

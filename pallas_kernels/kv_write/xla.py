@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.kv_write.operands import RopeTables, Written, apply_rope, quantize
-from pallas_kernels.put_rows import put_rows, serves
+from jaxserve.kernels.kv_write.operands import RopeTables, Written, apply_rope, quantize
+from jaxserve.kernels.put_rows import put_rows, serves
 
 
 def rotate_and_write(

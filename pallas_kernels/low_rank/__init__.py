@@ -1,5 +1,5 @@
 """Low-rank changes of products (adapters); `add_low_rank` is the public function."""
 
-from pallas_kernels.low_rank.api import add_low_rank
+from jaxserve.kernels.low_rank.api import add_low_rank
 
 __all__ = ["add_low_rank"]

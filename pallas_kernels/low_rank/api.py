@@ -7,8 +7,8 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import dispatch
-from pallas_kernels.low_rank import cpu, xla
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.low_rank import cpu, xla
 
 Implementation = Literal["xla", "cpu"]
 

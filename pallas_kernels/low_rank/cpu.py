@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.low_rank import xla
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.low_rank import xla
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 

@@ -1,8 +1,8 @@
 """The product of activations with a weight, in its original layout or in panels."""
 
-from pallas_kernels.matmul.api import grouped_matmul, matmul
-from pallas_kernels.matmul.panels import columns_of, from_panels, panel_matmul, to_panels
-from pallas_kernels.matmul.triton import rowwise_product
+from jaxserve.kernels.matmul.api import grouped_matmul, matmul
+from jaxserve.kernels.matmul.panels import columns_of, from_panels, panel_matmul, to_panels
+from jaxserve.kernels.matmul.triton import rowwise_product
 
 __all__ = [
     "columns_of",

@@ -8,8 +8,8 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import dispatch
-from pallas_kernels.matmul import cpu, triton, xla
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.matmul import cpu, triton, xla
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 

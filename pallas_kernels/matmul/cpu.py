@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.matmul import xla
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.matmul import xla
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 

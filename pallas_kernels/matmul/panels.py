@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.matmul import xla
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.matmul import xla
 
 PANEL = 48  # columns; panels.cc has the same number
 SOURCE = Path(__file__).with_name("panels.cc")

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, gpu
+from jaxserve.kernels import dispatch, gpu
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Tokens of a program, and inputs multiplied at a time, by bytes of a number. A warpgroup's

@@ -1,5 +1,5 @@
 """Copies of pages out of the cache, into the cache, and within it."""
 
-from pallas_kernels.page_copy.api import gather_pages, move_pages, scatter_pages
+from jaxserve.kernels.page_copy.api import gather_pages, move_pages, scatter_pages
 
 __all__ = ["gather_pages", "move_pages", "scatter_pages"]

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import jax
 from jaxtyping import Array, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.page_copy import reference, triton, xla
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.page_copy import reference, triton, xla
 
 Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
 Pages = TypeVar("Pages")

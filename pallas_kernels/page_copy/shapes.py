@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_copy.api import gather_pages, move_pages, scatter_pages
+from jaxserve.kernels.page_copy.api import gather_pages, move_pages, scatter_pages
 
 
 @final

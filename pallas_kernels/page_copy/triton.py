@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels import gpu
+from jaxserve.kernels import gpu
 
 _DTYPES = (
     *("float32", "bfloat16", "float16", "float8_e4m3fn"),

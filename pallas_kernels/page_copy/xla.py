@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.put_rows import put_rows, serves
+from jaxserve.kernels.put_rows import put_rows, serves
 
 
 def gather_pages(

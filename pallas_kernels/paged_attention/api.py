@@ -8,10 +8,10 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import cpu, mosaic, reference, triton, xla
-from pallas_kernels.paged_attention.operands import AttentionCall, Rows
-from pallas_kernels.paged_attention.planner import Plan
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.paged_attention import cpu, mosaic, reference, triton, xla
+from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
+from jaxserve.kernels.paged_attention.planner import Plan
 
 _Implementation = Callable[[AttentionCall], Float[Array, "tokens q_heads head_dim"]]
 

@@ -10,11 +10,11 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross import H100, H100_CORES
-from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.operands import Rows
-from pallas_kernels.paged_attention.planner import Capacity, no_work
-from pallas_kernels.paged_attention.tilings import tiling_for
+from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.paged_attention.api import paged_attention
+from jaxserve.kernels.paged_attention.operands import Rows
+from jaxserve.kernels.paged_attention.planner import Capacity, no_work
+from jaxserve.kernels.paged_attention.tilings import tiling_for
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)

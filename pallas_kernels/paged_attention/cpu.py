@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.cpu_targets import PAGES
-from pallas_kernels.paged_attention.operands import AttentionCall
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.cpu_targets import PAGES
+from jaxserve.kernels.paged_attention.operands import AttentionCall
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 _PAGES = ("float32",)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import triton
-from pallas_kernels.paged_attention.operands import AttentionCall, Rows
-from pallas_kernels.paged_attention.planner import Plan, Warpgroups
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.paged_attention import triton
+from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
+from jaxserve.kernels.paged_attention.planner import Plan, Warpgroups
 
 _MIN_JAX = (0, 11)
 _DTYPES = ("bfloat16", "float16")
@@ -80,7 +80,7 @@ class _Kernels:
     def tiles(self) -> jax.Array:
         """Return the output of the plan's tiles, and zeros for other queries."""
         # They need JAX 0.11, and their imports are slow.
-        from pallas_kernels.paged_attention.mosaic_tile import TileKernel
+        from jaxserve.kernels.paged_attention.mosaic_tile import TileKernel
 
         given, tiling = self.given, self.plan.tiling
         num_pages, kv_heads, page_size, head_dim = given.k_pages.shape[1:]
@@ -117,7 +117,7 @@ class _Kernels:
         `out` is the queries themselves if the plan has no tiles. An item reads its own queries
         before it overwrites them, and no other item reads them.
         """
-        from pallas_kernels.paged_attention.mosaic_split import SplitKernel, SplitSizes
+        from jaxserve.kernels.paged_attention.mosaic_split import SplitKernel, SplitSizes
 
         given, tiling, rows = self.given, self.plan.tiling, self.given.rows
         num_pages, kv_heads, page_size, head_dim = given.k_pages.shape[1:]

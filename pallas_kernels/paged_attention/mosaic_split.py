@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.paged_attention.mosaic_tile import ceil_div, rows_of
+from jaxserve.kernels.paged_attention.mosaic_tile import ceil_div, rows_of
 
 
 @final

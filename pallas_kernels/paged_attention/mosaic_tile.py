@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from pallas_kernels.paged_attention.planner import Warpgroups
+from jaxserve.kernels.paged_attention.planner import Warpgroups
 
 # Rows of a warpgroup's matrix products, and the number of warpgroups that attend.
 ROWS = 64

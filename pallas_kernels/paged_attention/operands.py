@@ -8,7 +8,7 @@ from typing import final
 import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.paged_attention.planner import Plan
+from jaxserve.kernels.paged_attention.planner import Plan
 
 
 @final

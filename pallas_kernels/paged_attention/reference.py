@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.operands import AttentionCall
+from jaxserve.kernels.paged_attention.operands import AttentionCall
 
 
 def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:

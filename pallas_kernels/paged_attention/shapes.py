@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.operands import Rows
+from jaxserve.kernels.paged_attention.operands import Rows
 
 
 @final

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pallas_kernels import dispatch
-from pallas_kernels.cross import H100_CORES
-from pallas_kernels.paged_attention import mosaic
-from pallas_kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.cross import H100_CORES
+from jaxserve.kernels.paged_attention import mosaic
+from jaxserve.kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
 
 TUNED = Path(__file__).with_name("tuned_tilings.toml")
 _TABLE = Path(__file__).with_name("tilings.toml")

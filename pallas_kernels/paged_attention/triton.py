@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels import dispatch, gpu
-from pallas_kernels.paged_attention.operands import AttentionCall, Rows
-from pallas_kernels.paged_attention.planner import Launch, Plan, Tiling
+from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
+from jaxserve.kernels.paged_attention.planner import Launch, Plan, Tiling
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PAGE_DTYPES = (*_DTYPES, "float8_e4m3fn", "int8")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.paged_attention.operands import AttentionCall, Rows
+from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 
 # A split is the number of pages that holds this number of tokens, at least one page.
 DECODE_SPLIT_TOKENS = 128

@@ -12,8 +12,8 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import dispatch
-from pallas_kernels.pointwise import cpu, triton, xla
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.pointwise import cpu, triton, xla
 
 Implementation = Literal["xla", "cpu"]
 # For the operations that add up a row.

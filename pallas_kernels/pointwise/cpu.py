@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.pointwise import xla
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.pointwise import xla
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 

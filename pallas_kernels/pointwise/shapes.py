@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 import jax
 
-from pallas_kernels.pointwise.api import layer_norm, log_sum_exp, rms_norm
+from jaxserve.kernels.pointwise.api import layer_norm, log_sum_exp, rms_norm
 
 
 @final

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import dispatch, gpu
-from pallas_kernels.pointwise import xla
+from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels.pointwise import xla
 
 # Elements that a program reads at a time, for rows as wide as a vocabulary.
 _BLOCK = 4096

@@ -1,7 +1,7 @@
 """The product of activations with a weight in eight or four bits."""
 
-from pallas_kernels.quantised_matmul.api import quantised_matmul
-from pallas_kernels.quantised_matmul.packing import (
+from jaxserve.kernels.quantised_matmul.api import quantised_matmul
+from jaxserve.kernels.quantised_matmul.packing import (
     PANEL,
     PackedMatrix,
     Rounding,

@@ -8,9 +8,9 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.quantised_matmul import cpu, triton, xla
-from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.quantised_matmul import cpu, triton, xla
+from jaxserve.kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import build, dispatch
-from pallas_kernels.quantised_matmul.packing import PackedMatrix, Rounding
+from jaxserve.kernels import build, dispatch
+from jaxserve.kernels.quantised_matmul.packing import PackedMatrix, Rounding
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 SYMBOL = "QuantisedMatmul"

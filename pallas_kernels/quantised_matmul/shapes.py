@@ -10,8 +10,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantised_matmul.api import quantised_matmul
-from pallas_kernels.quantised_matmul.packing import (
+from jaxserve.kernels.quantised_matmul.api import quantised_matmul
+from jaxserve.kernels.quantised_matmul.packing import (
     PackedMatrix,
     Rounding,
     quantise,

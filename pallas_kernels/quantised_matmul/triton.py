@@ -22,8 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import dispatch, gpu
-from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding, round_activations
+from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels.quantised_matmul.packing import (
+    PANEL,
+    PackedMatrix,
+    Rounding,
+    round_activations,
+)
 
 _DTYPES = ("bfloat16", "float16")
 # Most tokens for which each split has its own programs, and the tiles of tokens up to there.

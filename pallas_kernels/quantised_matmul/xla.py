@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
-from pallas_kernels import dispatch
-from pallas_kernels.quantised_matmul.packing import (
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.quantised_matmul.packing import (
     PANEL,
     PackedMatrix,
     Rounding,

@@ -1,5 +1,5 @@
 """Causal attention of whole sequences, without a cache, differentiable."""
 
-from pallas_kernels.whole_attention.api import whole_attention
+from jaxserve.kernels.whole_attention.api import whole_attention
 
 __all__ = ["whole_attention"]

@@ -6,9 +6,9 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.kv_write import RopeTables
-from pallas_kernels.whole_attention import cpu, xla
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.kv_write import RopeTables
+from jaxserve.kernels.whole_attention import cpu, xla
 
 Implementation = Literal["xla", "cpu"]
 

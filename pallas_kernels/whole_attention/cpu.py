@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.kv_write import RopeTables, rotate_and_write
-from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.whole_attention import xla
+from jaxserve.kernels.kv_write import RopeTables, rotate_and_write
+from jaxserve.kernels.paged_attention import Rows, paged_attention
+from jaxserve.kernels.whole_attention import xla
 
 _PAGE_SIZE = 64
 

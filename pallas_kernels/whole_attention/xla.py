@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.kv_write import RopeTables, apply_rope
+from jaxserve.kernels.kv_write import RopeTables, apply_rope
 
 
 def whole_attention(

@@ -9,6 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Packages whose folders are not in that of `jaxserve`, which has links to them -> their folders.
+LINKED = {
+    "jaxserve.kernels": "pallas_kernels",
+    "jaxserve.predictor": "predictor",
+    "jaxserve.sharding": "sharding",
+}
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,12 @@ class Source:
     def _imports(self, node: ast.AST, **context: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from (Import(alias.name, self.at(child), **context) for alias in child.names)
+                for alias in child.names:
+                    yield Import(_by_folder(alias.name), self.at(child), **context)
             elif isinstance(child, ast.ImportFrom):
                 base = self._base_of(child)
                 for alias in child.names:
-                    yield Import(f"{base}.{alias.name}", self.at(child), **context)
+                    yield Import(_by_folder(f"{base}.{alias.name}"), self.at(child), **context)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 for inner in child.body:
                     only = ast.Module([inner], [])
@@ -98,6 +105,14 @@ class Source:
         package = self.path.split("/")[:-1]
         above = package[: len(package) - node.level + 1]
         return ".".join((*above, *filter(None, [node.module])))
+
+
+def _by_folder(name: str) -> str:
+    """Return the dotted name by the folders of the repository."""
+    for package, folder in LINKED.items():
+        if name == package or name.startswith(f"{package}."):
+            return folder + name.removeprefix(package)
+    return name
 
 
 def sources_of(*folders: str) -> list[Source]:

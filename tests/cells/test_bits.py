@@ -23,7 +23,7 @@ from jaxserve.cells.models import (
     sequence_model,
     tree_lstm_model,
 )
-from pallas_kernels import build
+from jaxserve.kernels import build
 from tests.common.tiers import some
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")

@@ -23,8 +23,8 @@ from jaxserve.cells.models import (
 )
 from jaxserve.cells.programs import CellPrograms
 from jaxserve.core.errors import NumericalError
+from jaxserve.kernels import build
 from jaxserve.testing import ExecutorWrapper, WrapAll
-from pallas_kernels import build
 from tests.cells.models.alone import evaluate
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")

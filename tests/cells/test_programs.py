@@ -27,7 +27,7 @@ from jaxserve.cells.models import (
     tree_lstm_model,
 )
 from jaxserve.cells.programs import CellPrograms
-from pallas_kernels.cross import targeting
+from jaxserve.kernels.cross import targeting
 from tests.common.tiers import some
 
 HIDDEN, VOCAB, BATCH = 64, 90, 8

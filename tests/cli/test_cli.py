@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxserve.cli.opening import device_groups
 from jaxserve.conversations import Journal
+from jaxserve.sharding import StagePlan
 from jaxserve.workload import recorded
-from sharding import StagePlan
 from tests.cli.common import SMALL, assert_refused, run
 from tests.common.processes import HEED_INTERRUPTS
 from tests.common.tiers import some

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from predictor import Example, LengthPredictor, write_jsonl
+from jaxserve.predictor import Example, LengthPredictor, write_jsonl
 from tests.cli.common import assert_refused, run
 from tests.predictor.encoders import write_encoder
 from tests.predictor.tiny import examples

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from predictor import LengthProbe
+from jaxserve.predictor import LengthProbe
 from tests.cli.common import SMALL, assert_refused, run
 
 pytestmark = pytest.mark.release

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
 
-from sharding import ProcessGroup
+from jaxserve.sharding import ProcessGroup
 
 
 def connected() -> tuple[ProcessGroup, ProcessGroup]:

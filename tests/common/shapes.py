@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from types import CodeType
 from typing import Any, get_origin
 
-CHECKED = ("jaxserve.models", "jaxserve.steps", "pallas_kernels", "predictor", "sharding")
+CHECKED = tuple(
+    f"jaxserve.{room}" for room in ("kernels", "models", "predictor", "sharding", "steps")
+)
 # Number of calls of each function that are checked. It covers all calls that trace, and a part of
 # the millions of scheduling calls. Checking all of them makes random traces 1.45 times as long.
 NUM_CALLS = 100

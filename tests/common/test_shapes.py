@@ -120,9 +120,9 @@ def test_calls_are_checked_up_to_a_number(module):
 
 def test_modules_of_the_house_are_checked():
     """The hook was installed before their first import."""
+    from jaxserve.kernels.matmul import xla
+    from jaxserve.predictor import calibration
     from jaxserve.steps.sampling import choice
-    from pallas_kernels.matmul import xla
-    from predictor import calibration
 
     for function in (choice.argmax, xla.matmul, calibration.softmax):
         assert function.__code__.co_filename == shapes.__file__

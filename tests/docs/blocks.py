@@ -51,11 +51,12 @@ def blocks(page: str) -> list[Block]:
 
 
 def package_with(page: str, folder: Path) -> Path:
-    """Copy the package that a page changes into `folder`, apply its blocks, and return `folder`."""
-    found = blocks(page)
-    [package] = {block.path.split("/")[0] for block in found}
+    """Copy our packages into `folder`, apply the blocks of a page, and return `folder`."""
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / package, folder / package, ignore=ignore)
+    found = blocks(page)
+    changed = {block.path.split("/")[0] for block in found}
+    for package in {"jaxserve", "pallas_kernels", "predictor", "sharding"} | changed:
+        shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=ignore)
     for block in found:
         block.apply(folder)
     return folder

@@ -8,19 +8,19 @@ import pytest
 
 from tests.docs.blocks import blocks, package_with, run_with
 
-# A script for the copy. It runs in a separate process, in which `pallas_kernels` is the copy.
+# A script for the copy. It runs in a separate process, in which `jaxserve.kernels` is the copy.
 PROGRAM = """
 import re
 import sys
 import jax
 import numpy as np
-import pallas_kernels
-from pallas_kernels import dispatch
-from pallas_kernels.configurations import CONFIGURATIONS
-from pallas_kernels.cross import targeting
-from pallas_kernels.soft_cap import soft_cap
+import jaxserve.kernels
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.configurations import CONFIGURATIONS
+from jaxserve.kernels.cross import targeting
+from jaxserve.kernels.soft_cap import soft_cap
 
-assert pallas_kernels.__file__.startswith(sys.argv[1]), pallas_kernels.__file__
+assert jaxserve.kernels.__file__.startswith(sys.argv[1]), jaxserve.kernels.__file__
 random = np.random.default_rng(0)
 for rows, width, dtype in ((1, 1, "float32"), (3, 1025, "float32"), (2, 97, "bfloat16")):
     x = jax.numpy.asarray(random.normal(0, 40, (rows, width)), dtype)

@@ -9,9 +9,9 @@ from benchmarks.sharding import Collective, collectives_of, play
 from jaxserve import Runtime
 from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
+from jaxserve.sharding import StagePlan, make_mesh
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.testing import WrapAll
-from sharding import StagePlan, make_mesh
 
 # All sizes differ, so that a shape identifies its array.
 CONFIG = LlamaConfig(

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.compatibility import Setting, check_together
-from sharding import StagePlan, make_groups, make_mesh
+from jaxserve.sharding import StagePlan, make_groups, make_mesh
 
 pytestmark = pytest.mark.fast
 

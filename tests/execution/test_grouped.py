@@ -25,10 +25,10 @@ from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
 from jaxserve.steps.heads import Chosen
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
 from tests.models.t5_checkpoints import random_prompts as t5_prompts
 from tests.models.t5_checkpoints import write_checkpoint

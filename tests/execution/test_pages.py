@@ -16,8 +16,8 @@ from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages
 from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import IncomingPages, KVCache
+from jaxserve.sharding import make_mesh
 from jaxserve.steps.step_function import Shelf, unkept
-from sharding import make_mesh
 from tests.common.tiers import some
 
 NUM_PAGES = 40

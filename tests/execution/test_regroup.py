@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.regroup import MovingWeights, shared_leaves, weights_memory
-from sharding import make_groups, placed
-from sharding.shards import TENSOR
+from jaxserve.sharding import make_groups, placed
+from jaxserve.sharding.shards import TENSOR
 
 # Found nowhere else, so that live arrays of the tests can be told from others.
 _ROWS = 12

@@ -11,10 +11,10 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import empty_cache
+from jaxserve.sharding import make_mesh, state_shardings
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
-from sharding import make_mesh, state_shardings
 from tests.common.tiers import some
 from tests.planning.step_times import plan
 

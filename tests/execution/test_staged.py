@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.sharding import StagePlan, make_mesh, stages_of
 from jaxserve.testing import WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import StagePlan, make_mesh, stages_of
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
 

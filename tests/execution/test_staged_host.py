@@ -13,9 +13,9 @@ from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import StagePlan
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import StagePlan
 from tests.common.tiers import some
 
 # The first stage has two shards, of a KV head each.

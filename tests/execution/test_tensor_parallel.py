@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.sharding import make_mesh
 from jaxserve.testing import WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import make_mesh
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server

@@ -37,8 +37,8 @@ from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import DeviceGroups, JoinError, make_groups
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, JoinError, make_groups
 from tests.common.process_groups import connected
 from tests.common.tiers import some
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.kernels import Rows
 from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, fitted, load_params, under_own_names
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.weights import WeightSource
+from jaxserve.sharding import state_shardings
 from jaxserve.steps.step_function import Placement
-from pallas_kernels import Rows
-from sharding import state_shardings
 
 PAGE_SIZE = 4
 PAGES_PER_SEQUENCE = 16

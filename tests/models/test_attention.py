@@ -13,6 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.kernels import apply_rope
+from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
 from jaxserve.models.attention import (
     Attention,
     CrossAttention,
@@ -25,9 +27,7 @@ from jaxserve.models.context import CrossContext, PagedContext
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_tables
-from pallas_kernels import apply_rope
-from pallas_kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
-from sharding import make_mesh, state_shardings
+from jaxserve.sharding import make_mesh, state_shardings
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

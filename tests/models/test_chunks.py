@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.kernels import Rows, paged_attention
 from jaxserve.models.batch import in_chunks
-from pallas_kernels import Rows, paged_attention
 from tests.common.tiers import some
 
 CHUNK, PAGE_SIZE, HEADS, WIDTH = 12, 4, 2, 8

@@ -12,8 +12,8 @@ import tokenizers
 from jaxserve.core.assets import WheelFile, fetch_together
 from jaxserve.core.errors import UnknownModelError
 from jaxserve.models.registry import encoder_folder, untrained_predictor
-from predictor import SIZES, LengthBuckets
-from predictor.encoder import config_of
+from jaxserve.predictor import SIZES, LengthBuckets
+from jaxserve.predictor.encoder import config_of
 
 
 @pytest.mark.release

@@ -14,7 +14,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.models.function import FunctionDecoder
-from sharding import make_mesh
+from jaxserve.sharding import make_mesh
 
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 2, 4, 2, 16
 SIZES = dict(

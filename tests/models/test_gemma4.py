@@ -12,8 +12,8 @@ from jaxserve import Runtime
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.families import config_from_hf
+from jaxserve.sharding import StagePlan
 from jaxserve.testing import OPTIONS
-from sharding import StagePlan
 from tests.common.closeness import assert_close
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server

@@ -12,12 +12,12 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.kernels import dequantise
+from jaxserve.kernels.quantised_matmul import pack
 from jaxserve.models.gguf import BLOCK_TYPES, CommonForm
 from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.store import load_model
-from pallas_kernels import dequantise
-from pallas_kernels.quantised_matmul import pack
-from sharding import make_mesh
+from jaxserve.sharding import make_mesh
 from tests.common.tiers import some
 from tests.models.gguf_models import TOKENIZER, write_gguf
 from tests.models.kept_weights import dense, restored

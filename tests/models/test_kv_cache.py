@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxserve.core.options import KV_DTYPES
+from jaxserve.kernels import Rows, quantize
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.testing.tiny import tiny_llama
-from pallas_kernels import Rows, quantize
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

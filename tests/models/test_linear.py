@@ -19,8 +19,8 @@ from jaxserve.models.adapters import AdaptedWeight
 from jaxserve.models.families import config_from_hf, family_of
 from jaxserve.models.linear import Linear, WeightAxes, replace_weights
 from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
+from jaxserve.sharding import make_mesh, state_shardings
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import make_mesh, state_shardings
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE

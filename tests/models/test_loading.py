@@ -21,7 +21,7 @@ from jaxserve.models.loading import (
     under_own_names,
 )
 from jaxserve.models.store import load_model
-from sharding import make_mesh, state_shardings
+from jaxserve.sharding import make_mesh, state_shardings
 from tests.models.hf_checkpoints import write_checkpoint
 
 CONFIG = LlamaConfig(

@@ -19,7 +19,7 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.quantised import QuantisedWeight
 from jaxserve.models.store import load_model
-from sharding import make_mesh
+from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
 
 TOKENS = [5, 7, 9, 11, 3, 2, 8, 5, 60, 1]

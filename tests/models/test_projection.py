@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.kernels import gated_silu
 from jaxserve.models.linear import Linear
 from jaxserve.models.projection import fused, projected
+from jaxserve.sharding import make_mesh, placed, state_shardings
 from jaxserve.testing.tiny import tiny_llama
-from pallas_kernels import gated_silu
-from sharding import make_mesh, placed, state_shardings
 from tests.common.tiers import some
 
 

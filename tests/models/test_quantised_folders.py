@@ -20,7 +20,7 @@ from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in, method_of
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.store import load_model
-from sharding import StagePlan, make_mesh
+from jaxserve.sharding import StagePlan, make_mesh
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.kept_weights import dense, restored

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.kernels import Rows
 from jaxserve.models.recurrence import advance_rows, advance_whole
-from pallas_kernels import Rows
 
 SLOTS, WIDTH, TOKENS = 5, 3, 40
 

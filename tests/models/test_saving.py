@@ -19,8 +19,8 @@ from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.saving import save_pretrained
 from jaxserve.models.store import LoadedModel, load_model
+from jaxserve.sharding import StagePlan, make_mesh
 from jaxserve.testing.tiny import OPTIONS
-from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
 from tests.models.gguf_models import TOKENIZER, write_gguf
 from tests.models.hf_checkpoints import (

@@ -23,8 +23,8 @@ from jaxserve.models import converted, huge_pages
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.store import LoadedModel, load_model
+from jaxserve.sharding import make_mesh
 from jaxserve.testing.tiny import letter_tokenizer
-from sharding import make_mesh
 from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
 from tests.models.hf_checkpoints import write_checkpoint
 

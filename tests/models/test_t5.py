@@ -16,13 +16,13 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
+from jaxserve.kernels import Rows
 from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.encoder_decoder import both_ways_biases, causal_biases
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.families.t5 import T5Config
 from jaxserve.models.store import load_model
 from jaxserve.steps.encoding import pack_prompts, visible_rows
-from pallas_kernels import Rows
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.t5_checkpoints import (

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import build, cpu_targets, paged_attention
-from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
+from jaxserve.kernels import build, cpu_targets, paged_attention
+from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_kernel_is_compiled_once_a_machine(small, cache, compiler):
 def check_without_a_compiler() -> None:
     """Return the implementation and messages of a process that has loaded no kernel."""
     said = queue.SimpleQueue()
-    logging.getLogger("pallas_kernels").addHandler(QueueHandler(said))
+    logging.getLogger("jaxserve.kernels").addHandler(QueueHandler(said))
     inputs = q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[3], seed=0)
     got = jax.jit(partial(paged_attention, layer=1, rows=rows))(q, k_pages, v_pages)
     assert "no C++ compiler" in said.get_nowait().getMessage()
@@ -113,7 +113,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(small, caplog):
     """A library is code: it is compiled again, and the new one is this user's alone."""
     library = build.compile_library(small)
     library.chmod(0o777)
-    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+    with caplog.at_level(logging.WARNING, "jaxserve.kernels"):
         assert build.compile_library(small) == library
     assert "this user alone" in caplog.text
     assert not library.stat().st_mode & 0o022
@@ -123,7 +123,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(small, cache, caplog):
     """Kernels go to a folder of this process, and the log says why."""
     cache.mkdir(mode=0o777)
     cache.chmod(0o777)
-    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+    with caplog.at_level(logging.WARNING, "jaxserve.kernels"):
         library = build.compile_library(small)
     assert library.parent != cache and not list(cache.iterdir())
     assert "this user alone" in caplog.text
@@ -136,7 +136,7 @@ def test_a_library_without_the_symbol_is_compiled_again(small, caplog):
     other.write_text('extern "C" int question() { return 0; }')
     library = build.compile_library(small)
     shutil.move(build.compile_library(other), library)
-    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+    with caplog.at_level(logging.WARNING, "jaxserve.kernels"):
         assert build.load_symbol(small, "answer")[1]() == 42
     assert "compiling small.cc again" in caplog.text
 

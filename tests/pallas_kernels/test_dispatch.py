@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
+from jaxserve.kernels import dispatch
 
 
 def _refuses(x):

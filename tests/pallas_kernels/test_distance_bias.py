@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
+from jaxserve.kernels import paged_attention
+from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 from tests.common.tiers import some
 
 _SHAPES = {shape.name: shape for shape in TEST_SHAPES}

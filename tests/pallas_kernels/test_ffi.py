@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import build
+from jaxserve.kernels import build
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="there is no C++ compiler")
 

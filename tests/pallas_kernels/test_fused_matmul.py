@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_matmul import fused_matmul
-from pallas_kernels.fused_matmul.shapes import TEST_CONFIGURATIONS, make_inputs
+from jaxserve.kernels.fused_matmul import fused_matmul
+from jaxserve.kernels.fused_matmul.shapes import TEST_CONFIGURATIONS, make_inputs
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

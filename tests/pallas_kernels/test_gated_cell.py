@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Product, RowsAt, build, gated_cell
-from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
-from pallas_kernels.gated_cell.triton import tile_of
+from jaxserve.kernels import Product, RowsAt, build, gated_cell
+from jaxserve.kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
+from jaxserve.kernels.gated_cell.triton import tile_of
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Product, RowsAt, build, gated_cell
-from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
+from jaxserve.kernels import Product, RowsAt, build, gated_cell
+from jaxserve.kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 

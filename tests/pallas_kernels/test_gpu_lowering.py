@@ -7,8 +7,8 @@ import re
 import jax
 import pytest
 
-from pallas_kernels.configurations import CONFIGURATIONS
-from pallas_kernels.cross import targeting
+from jaxserve.kernels.configurations import CONFIGURATIONS
+from jaxserve.kernels.cross import targeting
 from tests.common.tiers import some
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write, quantize, rotate_and_write
-from pallas_kernels.kv_write import reference
-from pallas_kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
+from jaxserve.kernels import kv_write, quantize, rotate_and_write
+from jaxserve.kernels.kv_write import reference
+from jaxserve.kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
 from tests.common.tiers import some
 
 # Compiled as a whole, once for all calls of the same shapes.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_low_rank
+from jaxserve.kernels import add_low_rank
 from tests.common.tiers import some
 
 # tokens, in, rank, out, adapters

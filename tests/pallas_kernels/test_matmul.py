@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_matmul, matmul
-from sharding import make_mesh
+from jaxserve.kernels import grouped_matmul, matmul
+from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
 from tests.common.tiers import examples
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rows, paged_attention
-from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
-from pallas_kernels.paged_attention.planner import Warpgroups
-from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+from jaxserve.kernels import Rows, paged_attention
+from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
+from jaxserve.kernels.paged_attention.planner import Warpgroups
+from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_cell, paged_attention, quantize, rotate_and_write, row_maximum
-from pallas_kernels.fused_matmul import row_shapes
-from pallas_kernels.fused_matmul import shapes as fused_shapes
-from pallas_kernels.gated_cell import shapes as cell_shapes
-from pallas_kernels.kv_write import shapes as write_shapes
-from pallas_kernels.page_copy import shapes as copy_shapes
-from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
-from pallas_kernels.paged_attention.configurations import (
+from jaxserve.kernels import gated_cell, paged_attention, quantize, rotate_and_write, row_maximum
+from jaxserve.kernels.fused_matmul import row_shapes
+from jaxserve.kernels.fused_matmul import shapes as fused_shapes
+from jaxserve.kernels.gated_cell import shapes as cell_shapes
+from jaxserve.kernels.kv_write import shapes as write_shapes
+from jaxserve.kernels.page_copy import shapes as copy_shapes
+from jaxserve.kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
+from jaxserve.kernels.paged_attention.configurations import (
     CONFIGURATIONS,
     INVARIANT_CONFIGURATIONS,
     MOSAIC_CONFIGURATIONS,
     Configuration,
 )
-from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
-from pallas_kernels.pointwise import shapes as pointwise_shapes
-from pallas_kernels.quantised_matmul import shapes as product_shapes
+from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
+from jaxserve.kernels.pointwise import shapes as pointwise_shapes
+from jaxserve.kernels.quantised_matmul import shapes as product_shapes
 from tests.common.closeness import assert_close
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gather_pages, move_pages, scatter_pages
-from pallas_kernels.page_copy.shapes import TEST_SHAPES, CopyShape
+from jaxserve.kernels import gather_pages, move_pages, scatter_pages
+from jaxserve.kernels.page_copy.shapes import TEST_SHAPES, CopyShape
 from tests.common.tiers import some
 
 # Compiled once for all calls of the same shapes.

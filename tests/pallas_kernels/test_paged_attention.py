@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rows, kv_write, paged_attention, quantize
-from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
-from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
+from jaxserve.kernels import Rows, kv_write, paged_attention, quantize
+from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
+from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import build, columns_of, from_panels, matmul, panel_matmul, to_panels
-from pallas_kernels.matmul import panels
-from sharding import make_mesh
+from jaxserve.kernels import build, columns_of, from_panels, matmul, panel_matmul, to_panels
+from jaxserve.kernels.matmul import panels
+from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, plan
+from jaxserve.kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, plan
 from tests.common.tiers import some
 
 pytestmark = pytest.mark.fast

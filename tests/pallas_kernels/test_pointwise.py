@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
-from pallas_kernels.pointwise import cpu
-from sharding import make_mesh
+from jaxserve.kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
+from jaxserve.kernels.pointwise import cpu
+from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples, some

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import build, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise, quantise_float8
-from sharding import make_mesh
+from jaxserve.kernels import build, dequantise, quantised_matmul
+from jaxserve.kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise, quantise_float8
+from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
 from tests.common.instructions import instruction_sets
 from tests.common.tiers import examples, some

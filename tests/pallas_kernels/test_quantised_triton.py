@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import dequantise, quantised_matmul
-from pallas_kernels.cross import targeting
-from pallas_kernels.quantised_matmul import pack
-from pallas_kernels.quantised_matmul.packing import rounded_activations
-from pallas_kernels.quantised_matmul.shapes import FORMATS
+from jaxserve.kernels import dequantise, quantised_matmul
+from jaxserve.kernels.cross import targeting
+from jaxserve.kernels.quantised_matmul import pack
+from jaxserve.kernels.quantised_matmul.packing import rounded_activations
+from jaxserve.kernels.quantised_matmul.shapes import FORMATS
 from tests.common.closeness import assert_close
 from tests.common.tiers import examples, some
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
+from jaxserve.kernels import (
     RMSScale,
     Rows,
     fused_matmul,
@@ -21,10 +21,10 @@ from pallas_kernels import (
     paged_attention,
     rms_norm,
 )
-from pallas_kernels.fused_matmul.row_shapes import TEST_CONFIGURATIONS, make_inputs
-from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
-from pallas_kernels.paged_attention.shapes import AttentionShape
-from pallas_kernels.paged_attention.shapes import make_inputs as make_attention_inputs
+from jaxserve.kernels.fused_matmul.row_shapes import TEST_CONFIGURATIONS, make_inputs
+from jaxserve.kernels.paged_attention import Capacity, Plan, plan, planned_tiling
+from jaxserve.kernels.paged_attention.shapes import AttentionShape
+from jaxserve.kernels.paged_attention.shapes import make_inputs as make_attention_inputs
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_attention
-from pallas_kernels.cross import H100, H100_CORES
-from pallas_kernels.paged_attention import planned_tiling, tiling_for
-from pallas_kernels.paged_attention.planner import Launches
-from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
+from jaxserve.kernels import paged_attention
+from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.paged_attention import planned_tiling, tiling_for
+from jaxserve.kernels.paged_attention.planner import Launches
+from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 
 HEADS = dict(kv_heads=2, group=4, head_dim=128)
 DTYPES = dict(dtype="bfloat16", page_dtype="bfloat16")

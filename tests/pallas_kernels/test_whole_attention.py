@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rows, paged_attention, rotate_and_write, whole_attention
+from jaxserve.kernels import Rows, paged_attention, rotate_and_write, whole_attention
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 

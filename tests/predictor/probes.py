@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import LengthBuckets, Readings
+from jaxserve.predictor import LengthBuckets, Readings
 
 BUCKETS = LengthBuckets.logarithmic(128, 7)
 WIDTH = 12

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor import LengthBuckets
+from jaxserve.predictor import LengthBuckets
 
 pytestmark = pytest.mark.fast
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor import Calibration, LengthBuckets, LengthDistributions, evaluate
-from predictor.calibration import softmax
-from predictor.evaluation import miss_rates
+from jaxserve.predictor import Calibration, LengthBuckets, LengthDistributions, evaluate
+from jaxserve.predictor.calibration import softmax
+from jaxserve.predictor.evaluation import miss_rates
 from tests.common.tiers import some
 
 BUCKETS = LengthBuckets.equal_width(200)

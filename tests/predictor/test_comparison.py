@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor import PROMISES, Calibration, Example, compare
-from predictor.data import split_in_three
-from predictor.evaluation import prompt_lengths
+from jaxserve.predictor import PROMISES, Calibration, Example, compare
+from jaxserve.predictor.data import split_in_three
+from jaxserve.predictor.evaluation import prompt_lengths
 from tests.predictor.tiny import BUCKETS, examples
 
 pytestmark = pytest.mark.fast

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor import LengthBuckets, LengthDistributions
+from jaxserve.predictor import LengthBuckets, LengthDistributions
 
 pytestmark = pytest.mark.fast
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 from flax import nnx
 
-from predictor import EncoderConfig, LengthClassifier
-from predictor.encoder import SIZES, Encoder, config_of, load_encoder
+from jaxserve.predictor import EncoderConfig, LengthClassifier
+from jaxserve.predictor.encoder import SIZES, Encoder, config_of, load_encoder
 from tests.common.tiers import some
 
 SHAPE = dict(vocab_size=99)

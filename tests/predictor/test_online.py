@@ -9,8 +9,15 @@ import time
 import numpy as np
 import pytest
 
-from predictor import Example, LengthPredictor, OnlineConfig, OnlineLearner, TrainingConfig, train
-from predictor.data import columns
+from jaxserve.predictor import (
+    Example,
+    LengthPredictor,
+    OnlineConfig,
+    OnlineLearner,
+    TrainingConfig,
+    train,
+)
+from jaxserve.predictor.data import columns
 from tests.common.tiers import some
 from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 

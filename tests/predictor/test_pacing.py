@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor.online import Budget
+from jaxserve.predictor.online import Budget
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from predictor import (
+from jaxserve.predictor import (
     LengthBuckets,
     LengthDistributions,
     LengthProbe,
@@ -16,7 +16,7 @@ from predictor import (
     TrainingConfig,
     train_probe,
 )
-from predictor.probe_training import compare_remaining
+from jaxserve.predictor.probe_training import compare_remaining
 from tests.predictor.probes import BUCKETS, INTERVAL, WIDTH, planted
 
 CONFIG = ProbeConfig(layer=1, width=WIDTH, hidden_size=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor.online import Observation, ReplayBuffer, pack, unpack
+from jaxserve.predictor.online import Observation, ReplayBuffer, pack, unpack
 
 pytestmark = pytest.mark.fast
 

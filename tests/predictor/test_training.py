@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from predictor import (
+from jaxserve.predictor import (
     Example,
     LengthPredictor,
     TrainingConfig,
@@ -18,10 +18,10 @@ from predictor import (
     split_in_three,
     train,
 )
-from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
-from predictor.evaluation import LinearBaseline, Majority, prompt_lengths
-from predictor.training import wait_for_earlier
-from sharding import make_mesh
+from jaxserve.predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
+from jaxserve.predictor.evaluation import LinearBaseline, Majority, prompt_lengths
+from jaxserve.predictor.training import wait_for_earlier
+from jaxserve.sharding import make_mesh
 from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
 
 CONFIG = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=4, patience=4)

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from predictor import EncoderConfig, Example, LengthBuckets, LengthClassifier, LengthPredictor
+from jaxserve.predictor import (
+    EncoderConfig,
+    Example,
+    LengthBuckets,
+    LengthClassifier,
+    LengthPredictor,
+)
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 CONFIG = EncoderConfig(

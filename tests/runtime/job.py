@@ -30,6 +30,7 @@ from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import DeviceGroups, JoinError, join, make_mesh
 from jaxserve.testing import (
     ExecutorWrapper,
     FaultyExecutor,
@@ -38,7 +39,6 @@ from jaxserve.testing import (
     WrapAll,
 )
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
-from sharding import DeviceGroups, JoinError, join, make_mesh
 
 OPTIONS = dict(max_slots=2, max_step_tokens=16, page_size=8, warmup=False, progress=False)
 PROMPTS = random_prompts(8, longest=50)

@@ -23,9 +23,9 @@ from jaxserve.core.errors import (
     UnknownAdapterError,
 )
 from jaxserve.models.quantisation import Quantisation, Quantiser
+from jaxserve.sharding import StagePlan, make_groups, make_mesh, state_shardings
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama, tiny_t5
-from sharding import StagePlan, make_groups, make_mesh, state_shardings
 from tests.common.tiers import some
 from tests.runtime.serving import weights
 

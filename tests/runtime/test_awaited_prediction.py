@@ -8,8 +8,8 @@ import pytest
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.predictor import LengthBuckets
 from jaxserve.runtime.forecaster import AwaitedPrediction
-from predictor import LengthBuckets
 
 pytestmark = pytest.mark.fast
 

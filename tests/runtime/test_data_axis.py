@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidRequestError, PromptTooLongError
+from jaxserve.sharding import make_mesh, replica_meshes, split_replicas, state_shardings
 from jaxserve.testing import RecordingExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
-from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
 from tests.runtime.serving import weights
 
 OPTIONS = tiny.OPTIONS | {"strict": True, "warmup": True}

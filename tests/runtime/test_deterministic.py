@@ -27,8 +27,8 @@ from jaxserve.core.errors import (
     PromptTooLongError,
 )
 from jaxserve.runtime import whole_processed_logprobs
+from jaxserve.sharding import StagePlan, make_groups, make_mesh
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
-from sharding import StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
 from tests.runtime.serving import bits_of
 

@@ -18,9 +18,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.models.store import load_model
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import make_groups, make_mesh
 from jaxserve.testing import OPTIONS as TINY
 from jaxserve.testing import FreeCopiesExecutor, tiny_llama
-from sharding import make_groups, make_mesh
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.common.waiting import until

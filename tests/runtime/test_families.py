@@ -10,7 +10,7 @@ import torch
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
-from sharding import make_mesh
+from jaxserve.sharding import make_mesh
 from tests.models.adapter_checkpoints import SCALE, adapter_of, folder_of, merged_checkpoint
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, greedy_shortfall, write_checkpoint
 from tests.runtime.serving import CHECKPOINT

@@ -21,9 +21,9 @@ from jaxserve.report import draw_residency
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import StagePlan, make_mesh
 from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
-from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
 from tests.common.waiting import until
 from tests.runtime.serving import weights

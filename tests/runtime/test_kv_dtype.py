@@ -8,9 +8,9 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions
 from jaxserve.execution.sizes import nbytes
+from jaxserve.sharding import StagePlan, make_mesh
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import StagePlan, make_mesh
 from tests.common.tiers import some
 from tests.runtime.serving import tokens, until_tokens
 

@@ -72,7 +72,7 @@ def test_a_longer_runtime_has_the_long_factors(checkpoint):
 @pytest.mark.release
 def test_long_factors_over_stages_and_after_preemption(checkpoint):
     """The parts of a staged model have the same factors, and so have tokens computed again."""
-    from sharding import StagePlan
+    from jaxserve.sharding import StagePlan
 
     assert max(_served(checkpoint, (1, 7, 20), ORIGINAL, mesh=StagePlan.of([1, 1]))) < ROUNDING
     assert max(_served(checkpoint, (33, 60, 41, 50), 128, kv_memory="40kB")) < ROUNDING

@@ -13,12 +13,12 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.sizes import nbytes
+from jaxserve.kernels import dispatch
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantisation import PanelledWeight, Quantisation, Quantiser, panels_dtype
 from jaxserve.models.quantised import QuantisedWeight
+from jaxserve.sharding import make_mesh
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from pallas_kernels import dispatch
-from sharding import make_mesh
 from tests.runtime.serving import weights
 
 PROMPTS = random_prompts(4, longest=30)

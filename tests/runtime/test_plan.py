@@ -24,9 +24,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.execution.executor import StepHandle
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.sharding import DeviceGroups, StagePlan, make_mesh
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, StagePlan, make_mesh
 from tests.common.tiers import some
 from tests.runtime.serving import until_tokens
 

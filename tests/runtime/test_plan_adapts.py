@@ -14,8 +14,8 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import LatencyBounds
+from jaxserve.sharding import make_groups
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import make_groups
 from tests.common.waiting import until
 
 PROMPTS = random_prompts(70, longest=20)

@@ -22,6 +22,7 @@ from jaxserve.core.errors import (
     TokenOutOfRangeError,
     UnknownAdapterError,
 )
+from jaxserve.sharding import StagePlan, make_groups, make_mesh
 from jaxserve.testing import (
     OPTIONS,
     FaultyExecutor,
@@ -31,7 +32,6 @@ from jaxserve.testing import (
     tiny_t5,
     write_chat_model,
 )
-from sharding import StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import (
     VOCAB_SIZE,

@@ -11,9 +11,9 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError, QueueFullError, RuntimeClosedError
+from jaxserve.predictor import LengthBuckets, LengthDistributions
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor
 from jaxserve.testing.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
-from predictor import LengthBuckets, LengthDistributions
 from tests.common.tiers import some
 from tests.common.waiting import until
 from tests.predictor.tiny import tiny_predictor

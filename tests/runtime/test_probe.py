@@ -13,12 +13,12 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.activations import read_along
+from jaxserve.predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
+from jaxserve.predictor.probe import ProbeHead
+from jaxserve.sharding import StagePlan, make_mesh
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from jaxserve.workload.answers import FinishedAnswer
-from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
-from predictor.probe import ProbeHead
-from sharding import StagePlan, make_mesh
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.runtime.serving import weights

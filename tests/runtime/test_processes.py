@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import sharding
-from jaxserve import Runtime
+from jaxserve import Runtime, sharding
+from jaxserve.sharding import processes
 from jaxserve.testing import tiny
-from sharding import processes
 from tests.common.processes import HEED_INTERRUPTS, one_device_environment
 from tests.runtime.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
 

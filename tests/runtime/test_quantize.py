@@ -15,12 +15,12 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.cross import targeting
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.quantisation import Quantisation, Quantiser
+from jaxserve.sharding import StagePlan, make_mesh, state_shardings
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from pallas_kernels import dispatch
-from pallas_kernels.cross import targeting
-from sharding import StagePlan, make_mesh, state_shardings
 from tests.common.tiers import some
 from tests.runtime.serving import weights
 

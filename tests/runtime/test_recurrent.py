@@ -11,8 +11,8 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.models.store import load_model
+from jaxserve.sharding import StagePlan, make_groups, make_mesh
 from jaxserve.testing import RecordingExecutor, WrapAll
-from sharding import StagePlan, make_groups, make_mesh
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, torch_logits, write_checkpoint

@@ -33,9 +33,9 @@ from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 from jaxserve.testing import ExecutorWrapper, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 
 # Pages on demand, so that the groups take back what they have; several iterations of a decode step.
 POLICY = replace(

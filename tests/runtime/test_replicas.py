@@ -29,10 +29,10 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.predictor import LengthBuckets, Refinement
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.testing import FaultyExecutor, SlowExecutor
-from predictor import LengthBuckets, Refinement
 from tests.common.waiting import until
 
 CONFIG = EngineConfig(page_size=4, num_pages=20, max_slots=4, max_context=60, max_step_tokens=16)

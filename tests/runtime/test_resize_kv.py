@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError, PromptTooLongError
+from jaxserve.sharding import make_mesh
 from jaxserve.testing import SlowExecutor, WrapAll
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
-from sharding import make_mesh
 from tests.common.tiers import some
 from tests.common.waiting import until
 from tests.runtime.serving import tokens, until_tokens

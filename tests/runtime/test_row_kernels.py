@@ -12,8 +12,8 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.kernels import dispatch
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
-from pallas_kernels import dispatch
 from tests.runtime.serving import bits_of, tiny_family
 
 IS_GPU = jax.default_backend() == "gpu"

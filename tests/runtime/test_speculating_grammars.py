@@ -13,8 +13,8 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.lookup import HostLookup
 from jaxserve.engine.matcher import Matcher
+from jaxserve.sharding import StagePlan
 from jaxserve.testing import OPTIONS, letter_tokenizer, tiny_llama
-from sharding import StagePlan
 from tests.common.tiers import some
 
 # What the answers are of, and text that their prompts repeat.

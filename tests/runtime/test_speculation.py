@@ -23,8 +23,8 @@ from jaxserve.execution.compatibility import Setting, check_together
 from jaxserve.models.families.llama import Llama
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 from jaxserve.testing import OPTIONS, WrapAll, tiny_llama
-from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 from tests.common.tiers import some
 
 WARM = OPTIONS | {"strict": True, "warmup": True}

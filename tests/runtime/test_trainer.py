@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.sharding import make_mesh, state_shardings
 from jaxserve.testing import WrapAll, tiny_llama
-from sharding import make_mesh, state_shardings
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.runtime.serving import has_shards_of, tiny_family, weights

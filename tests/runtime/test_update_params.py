@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.sharding import make_mesh, state_shardings
 from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
-from sharding import make_mesh, state_shardings
 from tests.runtime.serving import has_shards_of, pointers, tokens, until_tokens, weights
 
 OPTIONS = tiny.OPTIONS | {"strict": True, "warmup": True}

@@ -22,10 +22,10 @@ from jaxserve.core.errors import (
 from jaxserve.engine.answers import Weights
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.runtime.weight_update import swap
+from jaxserve.sharding import make_mesh
 from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama
-from sharding import make_mesh
 from tests.common.tiers import some
 from tests.common.waiting import until
 from tests.runtime.serving import pointers, weights

@@ -24,9 +24,9 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Weights
 from jaxserve.runtime.weight_update import WeightUpdate
+from jaxserve.sharding import StagePlan, make_mesh, state_shardings
 from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
-from sharding import StagePlan, make_mesh, state_shardings
 from tests.common.tiers import some
 from tests.runtime.serving import weights
 

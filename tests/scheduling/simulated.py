@@ -15,10 +15,10 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
-from predictor import LengthBuckets
 
 # Each step takes as many seconds as it has iterations.
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)

@@ -17,6 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.planning import simulate
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
@@ -28,7 +29,6 @@ from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem
-from predictor import LengthBuckets
 from tests.common.tiers import some
 from tests.memory.gate import GatedFiles
 from tests.scheduling.simulated import SECOND, certain, engine_of, item_of, request_of

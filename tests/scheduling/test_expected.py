@@ -9,12 +9,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.admission import Expected
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.workload import random_items
-from predictor import LengthBuckets
 from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(

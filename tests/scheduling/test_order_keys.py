@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.admission import Expected, Predicted
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.order import LongestFirst, ShortestPredictedFirst
@@ -18,7 +19,6 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
-from predictor import LengthBuckets
 from tests.common.tiers import seeds, some
 from tests.scheduling.simulated import request_of
 

@@ -10,7 +10,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_cost import FlatCost
-from predictor import LengthBuckets
+from jaxserve.predictor import LengthBuckets
 from tests.scheduling.simulated import certain, engine_of, request_of
 
 # One bucket per length.

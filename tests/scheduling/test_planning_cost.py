@@ -19,11 +19,11 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
-from predictor import LengthBuckets
 from tests.common.tiers import some
 from tests.engine.any_text import AnyText
 from tests.scheduling.simulated import engine_of, request_of

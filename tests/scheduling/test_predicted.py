@@ -11,12 +11,12 @@ import pytest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
+from jaxserve.predictor import LengthBuckets, Refinement
 from jaxserve.scheduling.admission import Predicted
 from jaxserve.scheduling.order import LongestFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets, Refinement
 from tests.scheduling.simulated import certain, engine_of, request_of
 
 # Ten buckets of ten tokens.

@@ -11,13 +11,13 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.execution.simulated import END_TOKEN
+from jaxserve.predictor import LengthBuckets, Refinement
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.testing import Trace
 from jaxserve.testing.traces import PROBES
-from predictor import LengthBuckets, Refinement
 from tests.common.tiers import seeds, some
 from tests.scheduling.simulated import engine_of, request_of
 from tests.scheduling.test_traces import PREDICTED

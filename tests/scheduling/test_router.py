@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
-from predictor import LengthBuckets
 from tests.common.tiers import seeds
 
 PAGE = 4

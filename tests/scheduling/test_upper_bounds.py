@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets
 from tests.scheduling.simulated import certain, engine_of, request_of
 
 # One token per page.

@@ -9,11 +9,11 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.engine.engine import Engine
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Victims
-from predictor import LengthBuckets
 from tests.scheduling.simulated import engine_of, request_of
 
 CONFIG = EngineConfig(

@@ -14,9 +14,9 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import Runtime
+from jaxserve.predictor import LengthBuckets, LengthDistributions
 from jaxserve.server import ServerOptions, running
 from jaxserve.testing import OPTIONS, SlowExecutor, letter_tokenizer, tiny_llama
-from predictor import LengthBuckets, LengthDistributions
 
 NAME = "tiny"
 CHAT: Any = [{"role": "user", "content": "hi"}]

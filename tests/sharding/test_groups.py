@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
+from jaxserve.sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 
 
 def test_groups_have_devices_of_their_own():

@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from sharding import check_tensor_axis, make_mesh, named_sharding, partition_spec, state_shardings
+from jaxserve.sharding import (
+    check_tensor_axis,
+    make_mesh,
+    named_sharding,
+    partition_spec,
+    state_shardings,
+)
 
 
 def test_fused_projection_is_split_by_kv_head():

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.kernels import build
+from jaxserve.kernels.cpu_targets import target_names
 from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of
 from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract, shelf_of
-from pallas_kernels import build
-from pallas_kernels.cpu_targets import target_names
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 X = np.arange(8, dtype=np.float32)
@@ -34,7 +34,7 @@ import jax
 logging.basicConfig(level=logging.WARNING)
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import tiny_llama
-from pallas_kernels import dispatch
+from jaxserve.kernels import dispatch
 names = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **about: names.append(about.get("fun_name", ""))
@@ -298,7 +298,7 @@ _LOADS_AT_THE_END = """
 import pickle, sys, threading
 from pathlib import Path
 from jaxserve.steps.executable_store import ExecutableStore
-from pallas_kernels.cpu_targets import target_names
+from jaxserve.kernels.cpu_targets import target_names
 
 store = ExecutableStore(Path(sys.argv[1]))
 store.write("key", pickle.dumps((target_names()[0].encode(), None, None)))

@@ -15,6 +15,8 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.pages import PAGES_A_CALL, gathered, scattered
+from jaxserve.kernels import dispatch
+from jaxserve.kernels.cross import targeting
 from jaxserve.models.batch import IncomingPages, empty_cache
 from jaxserve.steps import slots as edits
 from jaxserve.steps.packing import pack_rows, pack_window
@@ -23,8 +25,6 @@ from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
 from jaxserve.steps.step_function import Placement
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
-from pallas_kernels import dispatch
-from pallas_kernels.cross import targeting
 from tests.common.tiers import some
 
 CONFIG = EngineConfig(num_pages=50, max_slots=8, max_context=MAX_CONTEXT, max_step_tokens=64)

@@ -9,9 +9,9 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.predictor import Example, split_in_three, write_jsonl
 from jaxserve.workload.answers import FinishedAnswer, read_examples, read_finished, read_lengths
 from jaxserve.workload.recorded import TraceWriter
-from predictor import Example, split_in_three, write_jsonl
 from tests.workload.made_up import WordTokenizer, record_of, written
 
 

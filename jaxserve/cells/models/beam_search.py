@@ -26,8 +26,8 @@ from jaxserve.cells.models.recurrent import Batch, Predicting, Reader, state_inp
 from jaxserve.cells.models.seq2seq import Decoding, EndsWith, encoder_cell, read
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.kernels import RowsAt
 from jaxserve.steps.sampling.choice import top_k
-from pallas_kernels import RowsAt
 
 # The log-probability of what must not be chosen. It is finite: a cell may not return infinite
 # values.

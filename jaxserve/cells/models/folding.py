@@ -19,8 +19,8 @@ from jaxtyping import Array, Int32
 from jaxserve.cells.models.recurrent import LSTM, Batch, Embedded, states_of
 from jaxserve.cells.models.tree_lstm import Leaf
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import Product, RowsAt, matmul
-from pallas_kernels.gated_cell import GatedCell, rows_at
+from jaxserve.kernels import Product, RowsAt, matmul
+from jaxserve.kernels.gated_cell import GatedCell, rows_at
 
 # An array of rows, or a tree of such arrays.
 _Rows = TypeVar("_Rows")

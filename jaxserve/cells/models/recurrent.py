@@ -18,9 +18,9 @@ from jaxtyping import Array, Int32
 
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.kernels import Product, RowsAt, gated_cell, matmul
+from jaxserve.kernels.gated_cell import GatedCell, rows_at
 from jaxserve.steps.sampling.choice import argmax
-from pallas_kernels import Product, RowsAt, gated_cell, matmul
-from pallas_kernels.gated_cell import GatedCell, rows_at
 
 # Rows of a batch: an array [batch, size], or rows of a larger array that a kernel gathers.
 Batch: TypeAlias = "jax.Array | RowsAt"

@@ -21,8 +21,8 @@ from jaxserve.cells.models.bundle import CellModel, checked_tokens
 from jaxserve.cells.models.recurrent import Batch, states_of, uniform
 from jaxserve.cells.tree_shape import NestedTree, numbered
 from jaxserve.cells.values import ValueSpec
-from pallas_kernels import Product, RowsAt
-from pallas_kernels.gated_cell import GatedCell, rows_at
+from jaxserve.kernels import Product, RowsAt
+from jaxserve.kernels.gated_cell import GatedCell, rows_at
 
 # A token, or a pair of trees.
 Tree: TypeAlias = NestedTree

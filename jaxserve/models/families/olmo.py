@@ -9,6 +9,7 @@ from typing import Any, Self, final
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.kernels import layer_norm
 from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -22,7 +23,6 @@ from jaxserve.models.llama_form import (
 )
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
-from pallas_kernels import layer_norm
 
 _EPS = 1e-5  # which no field of config.json sets
 _FIELDS = {

@@ -21,6 +21,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.weights import sharded
+from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.attention import causal_rows, cross_rows
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.config import DecoderConfig, check_fits
@@ -42,13 +43,12 @@ from jaxserve.models.rope import rope_tables
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.profile import LayerSizes
 from jaxserve.scheduling.plan import Row
+from jaxserve.sharding import make_mesh
+from jaxserve.sharding.shards import TENSOR, over_tensor, sum_over_tensor
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.sampling.choice import argmax
 from jaxserve.steps.step_function import Placement
-from pallas_kernels.paged_attention import Plan
-from sharding import make_mesh
-from sharding.shards import TENSOR, over_tensor, sum_over_tensor
 
 # Calls are repeated in blocks of about this length; the result is the median of the blocks.
 _BLOCK_S = 0.02

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.predictor import LengthDistributions
 from jaxserve.workload.tasks import Lengths, Task
-from predictor import LengthDistributions
 
 # Longest prompt and answer in tokens that plans allow. Distributions hold a number per length and
 # schedules several, so an absurd length would take all memory.

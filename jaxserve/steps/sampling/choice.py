@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pallas_kernels import log_sum_exp, row_maximum
-from pallas_kernels.pointwise.xla import BLOCK, blocks_of
+from jaxserve.kernels import log_sum_exp, row_maximum
+from jaxserve.kernels.pointwise.xla import BLOCK, blocks_of
 
 
 def argmax(

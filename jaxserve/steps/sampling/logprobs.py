@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.kernels import log_sum_exp
 from jaxserve.steps.sampling.choice import top_k
-from pallas_kernels import log_sum_exp
 
 
 def log_normalizer(logits: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:

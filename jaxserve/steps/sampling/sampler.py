@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.kernels import row_maximum
 from jaxserve.steps.sampling.choice import RandomChoice, argmax, draw
 from jaxserve.steps.sampling.logprobs import likeliest, log_normalizer, token_logprobs
 from jaxserve.steps.sampling.processors import (
@@ -25,7 +26,6 @@ from jaxserve.steps.sampling.processors import (
     RowArray,
     Rows,
 )
-from pallas_kernels import row_maximum
 
 # Sizes of RANDOM and FULL: at most _MAX_SIZES of them, each at most 1 / _RATIO of the one above and
 # at least _MIN_SIZE. Few rows are hardly slower than one, since every step reads all weights: with

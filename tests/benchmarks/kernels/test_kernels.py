@@ -15,8 +15,8 @@ from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_product
 from benchmarks.kernels.timing import SHAPES, Attention, chosen
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape
+from jaxserve.kernels import paged_attention
+from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape
 
 pytestmark = pytest.mark.release
 

@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from benchmarks.kernels.peers import PEERS, Case, block_mask, figures, main
-from pallas_kernels import Rows, paged_attention
-from pallas_kernels.paged_attention.shapes import AttentionShape
+from jaxserve.kernels import Rows, paged_attention
+from jaxserve.kernels.paged_attention.shapes import AttentionShape
 
 pytestmark = pytest.mark.release
 

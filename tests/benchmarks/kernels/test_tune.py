@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.common.harness import Record
 from benchmarks.kernels.tune import descend, main, write_entry
-from pallas_kernels.cross import H100, H100_CORES
-from pallas_kernels.paged_attention import tilings
-from pallas_kernels.paged_attention.tilings import entry_for, is_tuned, tiling_for
+from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.paged_attention import tilings
+from jaxserve.kernels.paged_attention.tilings import entry_for, is_tuned, tiling_for
 
 pytestmark = pytest.mark.release
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.lengths import predictor as benchmark
-from predictor import LengthPredictor, write_jsonl
+from jaxserve.predictor import LengthPredictor, write_jsonl
 from tests.predictor.encoders import write_encoder
 from tests.predictor.tiny import examples
 

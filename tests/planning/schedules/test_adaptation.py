@@ -22,13 +22,13 @@ from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.plan import Move, SchedulePlan
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
 from jaxserve.planning.schedules.schedule import Division
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
-from predictor import LengthBuckets
 from tests.planning.schedules.step_times import CONFIG, GROUPS, like_a_small_model
 
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)

@@ -8,8 +8,8 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.rra import NUM_PARTS, DecodePhases
+from jaxserve.predictor import LengthBuckets, LengthDistributions
 from jaxserve.workload.tasks import TASKS
-from predictor import LengthBuckets, LengthDistributions
 from tests.planning.schedules.made_up import always
 
 pytestmark = pytest.mark.fast

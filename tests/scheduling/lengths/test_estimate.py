@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
+from jaxserve.predictor import Calibration, LengthBuckets, LengthDistributions
 from jaxserve.scheduling.lengths import LengthEstimate
-from predictor import Calibration, LengthBuckets, LengthDistributions
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROBABILITIES = np.asarray([0.1, 0.6, 0.2, 0.1])

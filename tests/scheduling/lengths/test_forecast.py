@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxserve.predictor import LengthBuckets, LengthDistributions
 from jaxserve.scheduling.lengths import Forecast
-from predictor import LengthBuckets, LengthDistributions
 
 BUCKETS = LengthBuckets.equal_width(100, 5)
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 from jaxserve.core.prediction import LengthPrediction
+from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.lengths import LengthTable
-from predictor import LengthBuckets
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 FINER = LengthBuckets.equal_width(40, 8)

@@ -14,12 +14,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
+from jaxserve.predictor import Calibration, LengthBuckets, LengthDistributions, Refinement
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
-from predictor import Calibration, LengthBuckets, LengthDistributions, Refinement
 from tests.scheduling.simulated import engine_of, request_of
 from tests.scheduling.test_traces import PREDICTED
 
