@@ -65,7 +65,7 @@ def _begun(rt: Runtime):
 
 @pytest.mark.release
 @pytest.mark.parametrize("num_shards", some([1, 2]))
-def test_running_requests_go_on_with_the_sametokens(answers, num_shards):
+def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
     """The pool shrinks below the pages of running requests and grows again; memory is freed.
 
     Over two devices nothing compiles, after a warm-up.
