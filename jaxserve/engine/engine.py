@@ -12,7 +12,12 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import HostMemoryError, JaxserveError, StepMemoryError
+from jaxserve.core.errors import (
+    HostMemoryError,
+    InvalidParamsError,
+    JaxserveError,
+    StepMemoryError,
+)
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer, OpenAnswers, Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource
@@ -265,14 +270,18 @@ class Engine(EngineBase[Answer]):
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
         """Collect what is in flight, and continue without KV after lost steps.
 
-        Raises `error` unless memory was too small.
+        Raises `error` unless memory was too small, or the parameters were deleted.
         """
         news = self.drain()
-        if not is_out_of_memory(error) or not self._executor.reset():
+        lost_params = self._executor.has_lost_params
+        if not (lost_params or is_out_of_memory(error)) or not self._executor.reset():
             raise error
         self.stats.num_lost_steps += len(lost)
         of_lost = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
-        fail_and_restart(self.scheduler, of_lost, lost[0].rows if lost else (), error)
+        if lost_params:
+            of_lost += _fail_without_params(self.scheduler)
+        else:
+            fail_and_restart(self.scheduler, of_lost, lost[0].rows if lost else (), error)
         self.forget_kept_pages(keeps_disk=True)
         if isinstance(error, HostMemoryError):
             self._kv.host.close()
@@ -463,6 +472,20 @@ def restart_awaiting(scheduler: Scheduler) -> None:
     for sequence in tuple(scheduler.running):
         if sequence.kv.awaits is not None:
             scheduler.restart(sequence, keeps_output=True)
+
+
+def _fail_without_params(scheduler: Scheduler) -> list[Progress]:
+    """Fail every sequence, since none can be computed before the next update; return the news."""
+    error = InvalidParamsError(
+        "the weights of this runtime were deleted, as arrays are that a jitted function gets as "
+        "donated arguments; pass the present ones to rt.update_params(params), and submit the "
+        "request again. Do not donate parameters that a runtime serves: it shares their arrays"
+    )
+    news = []
+    for sequence in (*scheduler.running, *scheduler.waiting):
+        scheduler.end(sequence, "error", error)
+        news.append(Progress(sequence, 0))
+    return news
 
 
 def fail_and_restart(

@@ -57,6 +57,11 @@ class Executor(abc.ABC):
         """Access to the host pages, for a disk tier; None if there are no host pages."""
         return None
 
+    @property
+    def has_lost_params(self) -> bool:
+        """Whether an array of the parameters was deleted, as donated ones are."""
+        return False
+
     @abc.abstractmethod
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

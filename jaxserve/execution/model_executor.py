@@ -19,7 +19,7 @@ from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.sampling.sampler import SamplingNeeds
-from jaxserve.steps.step_function import STALL_EVENT
+from jaxserve.steps.step_function import STALL_EVENT, has_deleted
 
 _EVENTS = ("/jax/core/compile/backend_compile_duration", STALL_EVENT)
 
@@ -191,6 +191,10 @@ class ModelExecutor(Executor):
     @abc.abstractmethod
     def params(self) -> Any:
         """The parameters that the next step computes with, as `update_params` takes them."""
+
+    @property
+    def has_lost_params(self) -> bool:
+        return has_deleted(self.params)
 
     @property
     def whole_params(self) -> Any:

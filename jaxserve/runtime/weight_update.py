@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
-import jax
 from flax import nnx
 
 from jaxserve.core.errors import EngineFailedError, InvalidConfigError, InvalidParamsError
@@ -25,6 +24,7 @@ from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replica, Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.sharding import split_replicas
+from jaxserve.steps.step_function import has_deleted
 
 # Treatment of the KV of requests that continue after an update.
 KV = Literal["recompute", "keep"]
@@ -96,9 +96,7 @@ class PreparedParams:
     def check(self, place: object, *, has_weights: bool) -> None:
         """Raise InvalidParamsError unless they can serve now; they were checked some time ago."""
         check_part(self.partial, has_weights=has_weights)
-        used = self.fitted if place == self.place else self.params
-        arrays = (leaf for leaf in jax.tree.leaves(used) if isinstance(leaf, jax.Array))
-        if any(array.is_deleted() for array in arrays):
+        if has_deleted(self.fitted if place == self.place else self.params):
             raise InvalidParamsError(
                 "an array of the prepared parameters was deleted since, as donated arrays are; the "
                 "present weights go on serving. Do not donate parameters before they were updated"

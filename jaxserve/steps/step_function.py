@@ -306,12 +306,16 @@ class StepFunction:
             try:
                 return executable(*arguments)
             except (TypeError, ValueError) as error:
+                if has_deleted(arguments):  # no executable takes them
+                    raise
                 _log.debug("%s: looking for another executable: %s", self._name, error)
         executable = self._found[known] = self._prepare(arguments, static, stalls=True)
         self._shelf.note_use(executable)
         try:
             return executable(*arguments)
         except (TypeError, ValueError) as error:
+            if has_deleted(arguments):
+                raise
             self._refused.add(known)
             _log.warning(
                 "%s: its executable refuses these arrays, so that it is compiled again: %s",
@@ -470,6 +474,12 @@ def packed(argument: Any) -> Any:
 def unpacked(argument: Any) -> Any:
     """Undo `packed`."""
     return argument.tree() if isinstance(argument, OneBuffer) else argument
+
+
+def has_deleted(tree: Any) -> bool:
+    """Return whether an array of a tree was deleted, as donated ones are."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(array.is_deleted() for array in arrays)
 
 
 def abstract(tree: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, InvalidParamsError
 from jaxserve.sharding import make_mesh, state_shardings
 from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
@@ -152,3 +152,20 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(InvalidConfigError, match="'finish', 'restart', 'abort'"):
             rt.update_params(weights(1), running="wait")
         assert rt.generate(PROMPTS[0], LONG).token_ids == before
+
+
+def test_donated_weights_are_named_and_an_update_brings_others(answers):
+    """Running, waiting and later requests say what happened to the arrays; the runtime goes on."""
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(0), shared := weights(0), wrap_executor=slow, **OPTIONS) as rt:
+        pending = _begun(rt)
+        step = jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), donate_argnums=0)
+        step(shared)
+        for one in pending:
+            error = one.result().error
+            assert isinstance(error, InvalidParamsError) and "donated" in str(error)
+        with pytest.raises(InvalidParamsError, match="were deleted"):
+            rt.generate(PROMPTS[0], LONG)
+        slow.executors[0].step_s = 0.0
+        rt.update_params(weights(1))
+        assert tokens(rt.generate(PROMPTS, LONG)) == answers[1]
