@@ -228,7 +228,7 @@ def load_params(
             own = _inside(path, kept)
         else:
             dense = variable.replace(plan[path].load(source, kind, place=place))
-            own = _changed(path, dense, change)
+            own = changed(path, dense, change)
         loaded += [(at, v.replace(memory.copied(v.get_value()))) for at, v in own]
         if progress is not None:
             progress(done + 1, len(flat))
@@ -277,7 +277,7 @@ def abstract_model(
     return nnx.split(nnx.eval_shape(built))
 
 
-def _changed(
+def changed(
     path: Path, dense: nnx.Variable, change: WeightChange | None
 ) -> list[tuple[Path, nnx.Variable]]:
     """Return the parameters that replace one parameter, with their paths."""

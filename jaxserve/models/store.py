@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,6 +29,7 @@ from jaxserve.models.loading import (
     Progress,
     WeightChange,
     abstract_model,
+    changed,
     fitted,
     is_bare,
     load_params,
@@ -35,6 +37,7 @@ from jaxserve.models.loading import (
     timed,
     under_own_names,
 )
+from jaxserve.models.orbax_folder import checkpoint_in, restore
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.pooling import pooling_of
 from jaxserve.models.quantisation import Quantisation
@@ -86,6 +89,8 @@ def load_model(
     progress: bool = True,
 ) -> LoadedModel:
     """Load a model; download it first if it has a name and is not in the cache.
+
+    A folder's weights are safetensors, or parameters of the `Decoder` that Orbax has written.
 
     Args:
       name_or_path: registered name, Hugging Face folder, GGUF file, name of the Hugging Face Hub
@@ -252,6 +257,9 @@ def _folder(
                 f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
                 "'int4' to round them"
             )
+        checkpoint = None if any(path.glob("*.safetensors")) else checkpoint_in(path)
+        if checkpoint is not None:
+            return config, *_restored(config, checkpoint, how)
         stored = SafetensorsSource(path)
         source = under_own_names(stored, config)
         if is_bare(stored, config) and not config.tie_word_embeddings:
@@ -306,6 +314,16 @@ def _converted(
     with timed("weights"), _bar("Loading weights", how.progress) as report:
         params = load_params(abstract, config, source, shardings, report, how.change)
     graphdef, _, shardings = how.abstract(config)
+    return graphdef, params if shardings is None else placed(params, shardings)
+
+
+def _restored(config: DecoderConfig, checkpoint: Path, how: _How) -> tuple[nnx.GraphDef, nnx.State]:
+    _, abstract, shardings = how.abstract(config, dense=True)
+    with timed("weights"):
+        dense = restore(checkpoint, abstract, shardings)
+        flat = [changed(at, weight, how.change) for at, weight in nnx.to_flat_state(dense)]
+    graphdef, _, shardings = how.abstract(config)
+    params = nnx.from_flat_state(list(chain.from_iterable(flat)))
     return graphdef, params if shardings is None else placed(params, shardings)
 
 
