@@ -101,7 +101,7 @@ class Origin:
                 **_described(stages),
             },
             config=config,
-            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve")},
+            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")},
         )
 
     def on(self, num_devices: int) -> Origin:
