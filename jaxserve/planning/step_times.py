@@ -101,7 +101,9 @@ class Origin:
                 **_described(stages),
             },
             config=config,
-            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")},
+            versions={
+                name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")
+            },
         )
 
     def on(self, num_devices: int) -> Origin:

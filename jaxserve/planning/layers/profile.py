@@ -99,7 +99,9 @@ class LayerOrigin:
                 "host_cores": len(os.sched_getaffinity(0)),
             },
             sizes=asdict(sizes),
-            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")},
+            versions={
+                name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")
+            },
         )
         return cls(**json.loads(json.dumps(asdict(own))))
 
