@@ -85,7 +85,7 @@ MAY_REACH = {
     "jaxserve/steps/executable_store.py _lowering": "kept_var_idx is nowhere public",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
     "jaxserve/cli/serve.py _exit": "os._exit, too",
-    "jaxserve/cli/options.py _exit": "os._exit, too",
+    "jaxserve/cli/app.py _exit": "os._exit, too",
 }
 _RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -12,6 +14,7 @@ from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.embed import embed
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
+from jaxserve.cli.options import EndsAtOnce
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
 from jaxserve.cli.probe import probe_app
@@ -56,4 +59,8 @@ def _root(
 
 def main() -> None:
     """Entry point of the `jaxserve` script."""
-    app()
+    try:
+        app()
+    except EndsAtOnce as end:
+        sys.stdout.flush()
+        os._exit(end.code)

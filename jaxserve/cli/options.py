@@ -14,7 +14,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,11 +202,18 @@ def log_to_stderr(level: LogLevel) -> None:
     logging.getLogger("jaxserve").setLevel(level.upper())
 
 
+@final
+class EndsAtOnce(SystemExit):
+    """The end of a process that does not wait for what still runs on the device."""
+
+    code: int
+
+
 @contextmanager
 def exit_codes(*, ends_at_once: bool = False) -> Iterator[None]:
     """Turn typed errors and Ctrl-C into a message on stderr and an exit code, not a traceback.
 
-    With `ends_at_once`, Ctrl-C does not wait for what still runs on the device, as Python would.
+    With `ends_at_once`, Ctrl-C raises `EndsAtOnce`, since Python waits for the device as it ends.
     """
     try:
         yield
@@ -226,8 +232,7 @@ def exit_codes(*, ends_at_once: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         if ends_at_once:
-            sys.stdout.flush()
-            os._exit(EXIT_INTERRUPTED)
+            raise EndsAtOnce(EXIT_INTERRUPTED) from None
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -35,7 +35,7 @@ _SIZES = dict(
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
-    "gpt_neox": dict(**_SIZES, rotary_pct=0.5),
+    "gpt_neox": dict(**_SIZES | {"num_attention_heads": 4}, rotary_pct=0.5),  # head_dim is 8
     "gemma2": dict(
         **_SIZES,
         query_pre_attn_scalar=8,
