@@ -14,7 +14,7 @@ from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.embed import embed
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
-from jaxserve.cli.options import EndsAtOnce
+from jaxserve.cli.options import EXIT_INTERRUPTED, EndsAtOnce
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
 from jaxserve.cli.probe import probe_app
@@ -61,6 +61,6 @@ def main() -> None:
     """Entry point of the `jaxserve` script."""
     try:
         app()
-    except EndsAtOnce as end:
+    except EndsAtOnce:
         sys.stdout.flush()
-        os._exit(end.code)
+        os._exit(EXIT_INTERRUPTED)

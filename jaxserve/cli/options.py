@@ -206,8 +206,6 @@ def log_to_stderr(level: LogLevel) -> None:
 class EndsAtOnce(SystemExit):
     """The end of a process that does not wait for what still runs on the device."""
 
-    code: int
-
 
 @contextmanager
 def exit_codes(*, ends_at_once: bool = False) -> Iterator[None]:
