@@ -13,11 +13,8 @@ from matplotlib.figure import Figure
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.render import name
 from benchmarks.figures.results import Place, bound_name, by_policy, is_quantised
+from jaxserve.report.style import BLUE, GREEN, INK, OCHRE, ORANGE, PINK, SKY, STYLE
 
-INK = "#767676"  # a contrast of 4 to 5 on white and on near black
-# Okabe and Ito's palette, tell-apart for colour-blind readers; the pale ones darkened for white.
-BLUE, SKY, GREEN = "#0072B2", "#3D8FC0", "#009E73"
-ORANGE, PINK, OCHRE = "#D55E00", "#C0619A", "#A67C00"
 COLOURS = {
     "jaxserve": BLUE,
     "auto": BLUE,
@@ -40,23 +37,10 @@ MARKERS = {
     "triton_window": "v",
     "concurrent_instances": "X",
 }
-_RC: dict[Any, Any] = {
+_RC = STYLE | {
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
     "axes.facecolor": "none",
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "font.size": 9,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
     # Text stays text, and the same results give the same file.
     "svg.fonttype": "none",
     "svg.hashsalt": "jaxserve",
@@ -211,7 +195,7 @@ def latency_split(result: Place) -> Figure:
     axes.set_title("seconds of the run")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.legend(frameon=False, ncols=len(PARTS), loc="upper left", bbox_to_anchor=(0, -0.1))
+    axes.legend(ncols=len(PARTS), loc="upper left", bbox_to_anchor=(0, -0.1))
     return figure
 
 
@@ -313,7 +297,6 @@ def _with_legend(figure: Figure, lines: Mapping[str, Any], columns: int | None =
         names,
         loc="outside upper left",
         ncols=columns or len(names),
-        frameon=False,
     )
     return figure
 
@@ -486,7 +469,7 @@ def _answers_a_second(picture: Figure, first: Any, columns: int) -> Figure:
     picture.supylabel("answers a second", fontsize=9)
     handles, labels = first.get_legend_handles_labels()
     if handles:
-        picture.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+        picture.legend(handles, labels, loc="outside upper left", ncols=columns)
     return picture
 
 

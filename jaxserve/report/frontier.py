@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome
 from jaxserve.planning.schedules.schedule import AllocationPolicy
 from jaxserve.report.picture import Picture
+from jaxserve.report.style import BLUE, GREEN, INK, ORANGE, PINK, STYLE
 
-_INK = "#767676"
-# Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = {
-    AllocationPolicy.RRA: "#0072B2",
-    AllocationPolicy.WAA_C: "#D55E00",
-    AllocationPolicy.WAA_M: "#009E73",
-    AllocationPolicy.CONTINUOUS: "#CC79A7",
+    AllocationPolicy.RRA: BLUE,
+    AllocationPolicy.WAA_C: ORANGE,
+    AllocationPolicy.WAA_M: GREEN,
+    AllocationPolicy.CONTINUOUS: PINK,
 }
 _MARKERS = {
     AllocationPolicy.RRA: "o",
@@ -43,9 +43,13 @@ def draw_frontier(
     Args:
       chosen: latency bound in seconds -> the schedule chosen for it; these are marked.
     """
+    with rc_context(STYLE):
+        return Picture(_drawn(frontier, chosen or {}, title))
+
+
+def _drawn(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome], title: str) -> Figure:
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    chosen = chosen or {}
     lowest_s, highest_s = _range_s(frontier, chosen)
     _draw_drawn(axes, frontier, highest_s)
     _draw_stairs(axes, frontier, highest_s)
@@ -59,15 +63,12 @@ def draw_frontier(
     is_narrow = highest_s / lowest_s < 100
     few = FuncFormatter(lambda x, _: f"{x:g}" if str(f"{x:e}")[0] in "235" else "")
     axes.xaxis.set_minor_formatter(few if is_narrow else NullFormatter())
-    axes.set_xlabel("latency of an answer of the 99th-percentile length (s)", color=_INK)
-    axes.set_ylabel("answers per second", color=_INK)
+    axes.set_xlabel("latency of an answer of the 99th-percentile length (s)")
+    axes.set_ylabel("answers per second")
     if title:
-        axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
-    axes.tick_params(which="both", colors=_INK, labelsize=9)
-    axes.legend(loc="lower right", fontsize=9, labelcolor=_INK, facecolor="white", edgecolor="none")
-    return Picture(figure)
+        axes.set_title(title, fontsize=11)
+    axes.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none")
+    return figure
 
 
 def _range_s(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> tuple[float, float]:
@@ -90,7 +91,7 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
         [*latencies, highest_s],
         [*answers, answers[-1]],
         where="post",
-        color=_INK,
+        color=INK,
         linewidth=1.2,
         alpha=0.7,
         zorder=2,

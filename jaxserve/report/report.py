@@ -141,7 +141,7 @@ class Report:
         Path(path).write_text(json.dumps(events), encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> Picture:
-        """Draw the batch and the pages over time, and the distribution of latencies.
+        """Draw throughput, batch and pages over time, and the distribution of latencies.
 
         Args:
           path: file to save the picture to; its extension selects the format.

@@ -51,7 +51,10 @@ def test_every_form(runtime, tmp_path):
     assert len(read["requests"]) == 10 and len(read["steps"]) == len(report.steps)
     assert read["requests"][0]["timing"]["finished_s"] > 0
     assert report._repr_png_().startswith(b"\x89PNG")
-    report.plot(tmp_path / "report.png")
+    figure = report.plot(tmp_path / "report.png").figure
+    panels = [axes.get_title("left") for axes in figure.axes]
+    assert panels == ["throughput", "batch", f"pages of {report.num_pages} in the pool", "latency"]
+    assert figure.get_suptitle() == "10 requests with 75 output tokens, policy auto"
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
