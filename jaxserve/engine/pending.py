@@ -19,6 +19,7 @@ from jaxserve.core.errors import GenerationInterrupted, InvalidConfigError
 from jaxserve.core.off_loop import in_thread
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.stalls import STALLS
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import as_batch
 
@@ -77,7 +78,8 @@ def wait_for_all(
     """Wait until every request has ended. Ctrl-C interrupts only the wait.
 
     After two seconds a progress bar shows `label` and a rate in `unit`, of which a completion has
-    `units_of`.
+    `units_of`. While a step waits for its executable it shows "compiling", and the
+    rate leaves that time out.
 
     Raises:
       TimeoutError: a request has not ended after `timeout_s` seconds; all of them continue.
@@ -87,6 +89,7 @@ def wait_for_all(
     for one in pending:
         one.future.add_done_callback(done.put)
     num_waiting, num_units = len(pending), 0
+    stalled_s = STALLS.seconds()  # before
     with tqdm(
         total=num_waiting,
         desc=label,
@@ -104,8 +107,9 @@ def wait_for_all(
                 completion = done.get(timeout=min(0.5, left_s)).result()
                 num_waiting -= 1
                 num_units += units_of(completion)
-            elapsed = bar.format_dict["elapsed"] or 1.0
-            bar.set_postfix_str(f"{num_units / elapsed:.0f} {unit}/s", refresh=False)
+            bar.set_description("compiling" if STALLS.is_waiting else label, refresh=False)
+            worked_s = bar.format_dict["elapsed"] - (STALLS.seconds() - stalled_s)
+            bar.set_postfix_str(f"{num_units / max(worked_s, 1e-3):.0f} {unit}/s", refresh=False)
             bar.update(len(pending) - num_waiting - bar.n)
 
 

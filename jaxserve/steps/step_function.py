@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32
 
+from jaxserve.core.stalls import STALLS
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.cpu_targets import target_names
 from jaxserve.sharding.rules import replicated
@@ -309,7 +310,8 @@ class StepFunction:
                 if has_deleted(arguments):  # no executable takes them
                     raise
                 _log.debug("%s: looking for another executable: %s", self._name, error)
-        executable = self._found[known] = self._prepare(arguments, static, stalls=True)
+        with STALLS.waiting():
+            executable = self._found[known] = self._prepare(arguments, static, stalls=True)
         self._shelf.note_use(executable)
         try:
             return executable(*arguments)
