@@ -56,7 +56,7 @@ def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
 
     Raises:
       NotImplementedError: there is no compiler, it failed, or its library cannot be loaded; the
-        reason is also logged once, as a warning.
+        reason is also logged as a warning, once for all files that share it.
     """
     key = (source, symbol, flags)
     with _lock:
@@ -67,7 +67,7 @@ def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
                 _targets[key] = _register(*load_symbol(source, symbol, flags), symbol)
                 _note(source, flags, None)
             except (NotImplementedError, OSError) as error:
-                _logger.warning("%s cannot be used: %s", source.name, error)
+                _warn_once(str(error))
                 _note(source, flags, error)
                 _targets[key] = NotImplementedError(str(error))
         target = _targets[key]
@@ -239,7 +239,8 @@ def _find_compiler() -> str:
         if found:
             return found
     raise NotImplementedError(
-        "no C++ compiler: none of $CXX, c++, g++ and clang++ is on the path; install one"
+        "no C++ compiler: none of $CXX, c++, g++ and clang++ is on the path; install one "
+        "(GCC 12 or newer, or clang)"
     )
 
 
@@ -266,8 +267,15 @@ def _cache_folder() -> Path:
 @functools.cache
 def _temporary_folder(reason: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
-    _logger.warning("%s; compiled kernels go to %s for this process", reason, folder)
+    _logger.warning(
+        "kernels for CPUs are compiled again at every start, into %s: %s", folder, reason
+    )
     return folder
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _logger.warning("XLA computes instead of C++ kernels, several times slower: %s", reason)
 
 
 def cpu_model() -> str:

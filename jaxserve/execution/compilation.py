@@ -28,10 +28,16 @@ _RUN = ("page swaps", "encoder")
 def enable_compilation_cache(folder: Path | None = None) -> None:
     """Store every executable in JAX's persistent cache, however short its compilation was.
 
-    A folder that the user has set in JAX stays; the default is below jaxserve's cache folder.
+    A folder that the user has set in JAX stays; the default is below jaxserve's cache folder. If it
+    cannot be made, nothing is stored.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
+        folder = folder or cache_folder() / "xla"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # of which the store of executables warns
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

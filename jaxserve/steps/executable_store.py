@@ -68,6 +68,7 @@ class ExecutableStore:
         self._lock = threading.Lock()
         # Bytes that this process may save before it scans the folder again.
         self._room = 0
+        self._has_warned = False
         self._is_usable = self._is_ours()
         self._expected: dict[str, Future[jax.stages.Compiled | None]] = {}
         # The key under which the keys of the first used executables are written.
@@ -211,7 +212,17 @@ class ExecutableStore:
             finally:
                 Path(scratch).unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("an executable is not kept for later starts: %s", error)
+            self._warn_not_kept(error)
+
+    def _warn_not_kept(self, error: OSError) -> None:
+        """Say once what a folder that cannot be written to, or a full disk, costs."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "executables are not kept, so that every start compiles them again (%s); make room "
+                "or the folder writable, or set JAXSERVE_CACHE to another folder",
+                error,
+            )
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
@@ -248,7 +259,7 @@ class ExecutableStore:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             about = self.folder.lstat()
         except OSError as error:
-            _log.warning("executables are not kept for later starts: %s", error)
+            self._warn_not_kept(error)
             return False
         if not stat.S_ISDIR(about.st_mode) or not is_own(about):
             _log.warning(
