@@ -382,7 +382,7 @@ def test_bad_options_are_refused_at_once(options, message):
 def test_ray_is_an_extra(monkeypatch):
     """Without Ray a fleet names the package to install; importing jaxserve does not need Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"jaxserve\[fleet\]"):
+    with pytest.raises(MissingExtraError, match=r"'\.\[fleet\]'"):
         Fleet("smollm2-135m")
     program = "import sys, jaxserve; jaxserve.Fleet; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
