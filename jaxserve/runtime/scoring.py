@@ -63,6 +63,7 @@ def whole_processed_logprobs(
             f"adapter={params.adapter!r} is not a part of the model; merge it into the weights and "
             "omit it"
         )
+    tokens = jnp.asarray(tokens)  # of NumPy, too
     num_sequences, length = tokens.shape
     if length < 2:  # no token is after the first
         return jnp.zeros((num_sequences, 0), jnp.float32)
