@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.conversations.turns import History, Message
 from jaxserve.core.errors import EmptyPromptError, InvalidRequestError
+from jaxserve.core.request import check_messages
 
 if TYPE_CHECKING:
     from jaxserve.models.tokenizer import Tokenizer
@@ -171,6 +172,7 @@ def as_messages(said: Any) -> tuple[Message, ...]:
             "a turn is a text, all chat messages ({'role': ..., 'content': ...}) or all token ids "
             f"(whole numbers); this one starts with {plain[0]!r}"
         )
+    check_messages(plain)
     return tuple(plain)
 
 

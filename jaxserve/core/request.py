@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from jaxserve.core.errors import InvalidRequestError, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 MAX_PRIORITY = 2**31 - 1
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_short = reprlib.Repr()  # of a `repr`: the first tokens of a prompt, the ends of a text
+_short.maxstring = 80
 
 
 @final
@@ -88,6 +91,11 @@ class Request:
         object.__setattr__(self, "awaits_tokens", self.params.is_constrained)
         object.__setattr__(self, "has_bounds", bool(self.params.bounds))
 
+    def __repr__(self) -> str:
+        """Return the id, the number of prompt tokens with the first ones, and the parameters."""
+        tokens = f"{len(self.prompt)} tokens {_short.repr(self.prompt)}"
+        return f"Request({self.id!r}, {tokens}, {self.params!r})"
+
     @cached_property
     def prompt_array(self) -> np.ndarray:
         """Return the prompt as int32 [tokens], made once; a prompt may have a million tokens."""
@@ -151,6 +159,25 @@ class EncoderPrompts:
         """Return `Request.prompt`, `num_encoded` and `num_padding` for the encoder's tokens."""
         padded = padded_to_pages(tokens, self.page_size)
         return (*padded, self.start_token_id), len(padded), len(padded) - len(tokens)
+
+
+def check_messages(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Check that each message has a role and a content, without which only an assistant's may be.
+
+    Raises:
+      InvalidRequestError: a message lacks one of them; it names the message.
+    """
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise InvalidRequestError(
+                f"message {index} has the role {role!r}; pass 'user', 'assistant', 'system' or "
+                "another one of the model's chat template"
+            )
+        if role != "assistant" and message.get("content") is None:
+            raise InvalidRequestError(
+                f"message {index} has no content; pass {{'role': {role!r}, 'content': text}}"
+            )
 
 
 def check_id(request_id: object, own_ids: str) -> None:
@@ -250,6 +277,11 @@ class Sample:
     logprobs: tuple[TokenLogprob, ...] | None = None
     version_runs: tuple[tuple[int, int], ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the text, shortened, the number of tokens, and why it ended."""
+        num_tokens = len(self.token_ids)
+        return f"Sample({_short.repr(self.text)}, {num_tokens} tokens, {self.finish_reason!r})"
+
     @property
     def weights_versions(self) -> tuple[int, ...]:
         """Return the version of the weights that computed each token."""
@@ -279,6 +311,19 @@ class Completion:
     predicted_tokens: int | None = None
     pooled: np.ndarray | None = field(default=None, compare=False)
     error: JaxserveError | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """Return the id, the number of prompt tokens, and the samples or the error."""
+        if self.error is not None:
+            told = f"{type(self.error).__name__}: {self.error}"
+        elif self.pooled is not None:
+            told = f"pooled to {len(self.pooled)} numbers"
+        else:
+            told = ", ".join(map(repr, self.samples))
+        latency_s = self.timing.latency_s
+        took = "" if latency_s is None else f", {latency_s:.3g} s"
+        num_prompt = len(self.prompt_token_ids)
+        return f"Completion({self.request_id!r}, {num_prompt} prompt tokens, {told}{took})"
 
     @property
     def text(self) -> str:

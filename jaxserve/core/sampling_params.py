@@ -236,6 +236,16 @@ class SamplingParams:
                 raise InvalidSamplingParamsError(explain_unknown(unknown, known, PARAMS_ELSEWHERE))
             return super().__new__(cls)
 
+    def __repr__(self) -> str:
+        """Return `max_tokens`, `temperature` and the fields that differ from their defaults."""
+        shown = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name in ("max_tokens", "temperature")
+            or getattr(self, field.name) != field.default
+        )
+        return f"SamplingParams({', '.join(shown)})"
+
     def __post_init__(self) -> None:
         if self.top_k == -1 and not isinstance(self.top_k, bool):
             object.__setattr__(self, "top_k", 0)

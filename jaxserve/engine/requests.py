@@ -22,6 +22,7 @@ from jaxserve.core.request import (
     EncoderPrompts,
     Request,
     check_id,
+    check_messages,
     deadline_at,
     drawn_seed,
 )
@@ -208,6 +209,7 @@ class RequestBuilder:
         if set(map(type, items)) == {int}:  # the usual case, and histories are long
             return tuple(items)
         if all(isinstance(item, Mapping) for item in items):
+            check_messages(items)
             render = self._need_tokenizer("a chat").apply_chat_template
             return _encoded(partial(render, add_generation_prompt=not pools), items)
         try:

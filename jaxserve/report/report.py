@@ -113,6 +113,14 @@ class Report:
             served.setdefault(choice.operation, {})[implementation] = None
         return {operation: ", ".join(names) for operation, names in served.items()}
 
+    def __repr__(self) -> str:
+        """Return the numbers of requests, tokens and steps; `print` shows all figures."""
+        num_output = sum(request.num_output_tokens for request in self.requests)
+        return (
+            f"Report(policy {self.policy!r}, {len(self.requests)} requests with {num_output} "
+            f"output tokens, {len(self.steps)} steps; print it for all figures)"
+        )
+
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table

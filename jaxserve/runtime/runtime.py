@@ -962,6 +962,17 @@ class Runtime:
         """
         return self._replicas.resize_kv(size)
 
+    def __repr__(self) -> str:
+        """Return the model, the policy and the sizes; of a closed runtime, that it is closed."""
+        model, config = self.model_config, self.config
+        replicas = len(self._replicas.all)
+        return (
+            f"Runtime({type(model).__name__.removesuffix('Config')}, {model.num_layers} layers, "
+            f"{model.dtype}, policy {self.options.policy!r}, {replicas} replica(s) of "
+            f"{config.max_slots} slots and {config.max_context:,} tokens of context"
+            f"{'' if self._finalizer.alive else ', closed'})"
+        )
+
     def close(self) -> None:
         """Cancel every request and free the page pool, but not the parameters.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from jaxserve.core.errors import InvalidSamplingParamsError
+from jaxserve.core.errors import InvalidRequestError, InvalidSamplingParamsError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.engine.requests import RequestBuilder
@@ -15,11 +16,19 @@ from jaxserve.steps.sampling.sampler import pack_sampling
 pytestmark = pytest.mark.fast
 
 
-def _built(params: SamplingParams, ends: Sequence[int] = (2, 5)) -> Request:
+def _built(
+    params: SamplingParams, ends: Sequence[int] = (2, 5), prompt: Any = (1, 2, 3)
+) -> Request:
     builder = RequestBuilder(
         None, eos_token_ids=ends, vocab_size=97, max_prompt_tokens=lambda: 90, seed=0
     )
-    return builder.build([1, 2, 3], params, 0.0)
+    return builder.build(prompt, params, 0.0)
+
+
+def test_a_message_without_content_is_refused():
+    """As over HTTP (tests/server/test_errors.py), and before a template writes "None"."""
+    with pytest.raises(InvalidRequestError, match="message 0 has no content"):
+        _built(SamplingParams(), prompt=[{"role": "user"}])
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ def test_every_form(runtime, tmp_path):
     """The report is a table, JSON, a PNG in a notebook, and a PNG on disk."""
     report = runtime.report()
     assert "output tokens" in str(report) and "75" in str(report)
+    assert "10 requests with 75 output tokens" in repr(report)
+    assert repr(runtime).startswith("Runtime(Llama, 2 layers, float32, policy ")
     read = json.loads(report.to_json())
     assert len(read["requests"]) == 10 and len(read["steps"]) == len(report.steps)
     assert read["requests"][0]["timing"]["finished_s"] > 0

@@ -63,6 +63,7 @@ def url() -> Iterator[str]:
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "unknown", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content.0.type has to be 'text'",
