@@ -26,12 +26,13 @@ from benchmarks.common.policies import parse_policies, policy_options
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import Runtimes
-from benchmarks.http.load import Seen, percentiles, phases
+from benchmarks.http.load import percentiles, phases
 from benchmarks.http.peers.servers import PEERS, named, started
 from benchmarks.http.ways import DistinctPrompts, Way, bare_socket, completions_of, of_ours
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
+from jaxserve.workload.load import TimedAnswer
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
@@ -188,7 +189,7 @@ class _Contest:
             found[name]["phases"] = self._phases(seen) if name in OURS else None
         return found
 
-    def _phases(self, seen: Sequence[Seen]) -> Figures:
+    def _phases(self, seen: Sequence[TimedAnswer]) -> Figures:
         """Return the phases of our answers; the engine records the last ones a little later."""
         until_s = time.monotonic() + _RECORDED_WITHIN_S
         while (found := phases(seen, self.rt.report().requests)) is None:
@@ -198,22 +199,18 @@ class _Contest:
         return found
 
 
-def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
+def _figures(seen: Sequence[TimedAnswer], arrivals_s: Sequence[float]) -> Figures:
     wall_s = max(arrival + one.end_s for arrival, one in zip(arrivals_s, seen, strict=True))
     gaps = [b - a for one in seen for a, b in itertools.pairwise(one.times_s)]
     # The first event may also have several tokens; then this is less than the time of one token.
-    each = [
-        (one.times_s[-1] - one.times_s[0]) / (one.num_tokens - 1)
-        for one in seen
-        if one.num_tokens > 1
-    ]
+    each = [one.token_s for one in seen if one.token_s is not None]
     return {
         "wall_s": wall_s,
         "requests_per_s": len(seen) / wall_s,
         "tokens_per_s": sum(one.num_tokens for one in seen) / wall_s,
         "first_token_s": percentiles([one.times_s[0] for one in seen]),
-        "token_s": percentiles(each) if each else None,
-        "between_events_s": percentiles(gaps) if gaps else None,
+        "token_s": percentiles(each),
+        "between_events_s": percentiles(gaps),
     }
 
 

@@ -6,17 +6,16 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
-from urllib.parse import SplitResult, urlsplit
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.common.environment import ROOT
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures
+from jaxserve.core.metrics import spread
+from jaxserve.workload.load import StreamClient, TimedAnswer, send_all, unanswered
 
 if TYPE_CHECKING:
     from jaxserve.engine.recorder import RequestRecord
@@ -26,26 +25,9 @@ if TYPE_CHECKING:
 LIMIT_S = 1800.0
 
 
-@final
-@dataclass
-class Seen:
-    """When the tokens of one answer arrived, in seconds after the request's planned time.
-
-    Attributes:
-      at_s: its planned time, by `time.perf_counter`.
-      sent_s: when it was sent, in seconds after that.
-      request_id: the server's id of the request; "" if it gives none.
-    """
-
-    times_s: list[float]
-    num_tokens: int
-    end_s: float
-    at_s: float = 0.0
-    sent_s: float = 0.0
-    request_id: str = ""
-
-
-def send(url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]) -> list[Seen]:
+def send(
+    url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]
+) -> list[TimedAnswer]:
     """Send each body at its time on its own connection, and return the received tokens.
 
     Args:
@@ -72,67 +54,27 @@ def send(url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]
         raise PeerError(f"not every answer came within {limit_s:g} s") from error
     if done.returncode:
         raise PeerError(f"the client failed: {done.stderr[-2000:]}")
-    return [Seen(**each) for each in json.loads(done.stdout)]
+    return [TimedAnswer(**each) for each in json.loads(done.stdout)]
 
 
 def main() -> None:
-    """Read the requests from stdin, and write the received tokens to stdout."""
+    """Read the requests from stdin, and write the answers' times to stdout."""
     given = json.loads(sys.stdin.read())
-    seen = asyncio.run(_send_all(**given))
-    print(json.dumps([vars(each) for each in seen]))
+    bodies = [json.dumps(body).encode() for body in given["bodies"]]
+    answers = unanswered(len(bodies))
+    client = StreamClient(given["url"])
+    asyncio.run(send_all(client.send, bodies, given["arrivals_s"], answers))
+    if failed := next((answer.error for answer in answers if answer.error), ""):
+        sys.exit(failed)
+    print(json.dumps([vars(answer) for answer in answers]))
 
 
-async def _send_all(url: str, bodies: list[Any], arrivals_s: list[float]) -> list[Seen]:
-    where = urlsplit(url)
-    contents = [json.dumps(body).encode() for body in bodies]
-    begun_s = time.perf_counter() + 0.1
-    return await asyncio.gather(
-        *(
-            _send_one(where, content, begun_s + arrival_s)
-            for content, arrival_s in zip(contents, arrivals_s, strict=True)
-        )
-    )
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return the median, the 99th percentile and the mean; None without seconds."""
+    return spread(seconds, (50, 99))
 
 
-async def _send_one(where: SplitResult, body: bytes, at_s: float) -> Seen:
-    await asyncio.sleep(at_s - time.perf_counter())
-    reader, writer = await asyncio.open_connection(where.hostname, where.port or 80)
-    # Recorded before it is written: the server may receive it before this process continues.
-    seen = Seen([], 0, 0.0, at_s, time.perf_counter() - at_s)
-    writer.write(
-        b"POST %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        % (where.path.encode(), len(body))
-    )
-    writer.write(body)
-    usage, lines = None, []
-    async for line in reader:
-        lines.append(line)
-        if line.startswith(b"data: {"):
-            now_s = time.perf_counter() - at_s
-            found = json.loads(line[6:])
-            choices = found.get("choices", ())
-            if any(choice.get("token_ids") or choice.get("text") for choice in choices):
-                seen.times_s.append(now_s)
-            seen.request_id = found.get("request_id") or found.get("id") or seen.request_id
-            seen.num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
-            usage = found.get("usage") or usage
-    writer.close()
-    if b"data: [DONE]\n" not in lines:
-        raise RuntimeError(b"".join(lines)[-500:].decode(errors="replace"))
-    if not seen.num_tokens and usage:  # of the last event: text has no token ids
-        seen.num_tokens = usage["completion_tokens"]
-    seen.end_s = time.perf_counter() - at_s
-    return seen
-
-
-def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return the median, the 99th percentile and the mean."""
-    found = {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 99)}
-    return {**found, "mean": float(np.mean(seconds))}
-
-
-def phases(seen: Sequence[Seen], records: Sequence[RequestRecord]) -> Figures | None:
+def phases(seen: Sequence[TimedAnswer], records: Sequence[RequestRecord]) -> Figures | None:
     """Return the seconds of each part of the time to the first token, in its order.
 
     `late_s` is the client's own delay, from a request's planned time to its sending.
@@ -155,4 +97,4 @@ def phases(seen: Sequence[Seen], records: Sequence[RequestRecord]) -> Figures | 
         ends.append((one.sent_s, arrived_s, first_s, one.times_s[0]))
     parts = np.diff(ends, prepend=0.0).T
     names = ("late_s", "before_engine_s", "engine_s", "after_engine_s")
-    return {name: percentiles(part) for name, part in zip(names, parts, strict=True)}
+    return {name: percentiles(part.tolist()) for name, part in zip(names, parts, strict=True)}

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from benchmarks.common.processes import PeerError
-from benchmarks.http.load import Seen, send
+from benchmarks.http.load import send
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.workload import WorkloadItem
+from jaxserve.workload.load import TimedAnswer, unanswered
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
@@ -26,8 +27,9 @@ def bare_socket(rt: Runtime) -> Iterator[str]:
     """Answer requests over sockets within the block, and yield the address ("http://...").
 
     It accepts the bodies of `/inference/v1/generate` and sends its events, with only the fields
-    that the client of these benchmarks reads. It skips the head of a request, and answers without
-    one. A thread for each connection submits; the engine's thread writes each piece to the socket.
+    that the client of these benchmarks reads. It skips the head of a request, and answers with one
+    that has no fields. A thread for each connection submits; the engine's thread writes each piece
+    to the socket.
     """
 
     @final
@@ -38,6 +40,7 @@ def bare_socket(rt: Runtime) -> Iterator[str]:
                 if line.lower().startswith(b"content-length:"):
                     num_bytes = int(line.split(b":")[1])
             body = json.loads(self.rfile.read(num_bytes))
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
             params = SamplingParams(**body["sampling_params"])
             pending = rt.submit(body["token_ids"], params, on_piece=self._write)
             end = f'data: {{"request_id": "{pending.request_id}"}}\n\ndata: [DONE]\n\n'
@@ -64,7 +67,7 @@ def bare_socket(rt: Runtime) -> Iterator[str]:
 
 
 # Answers requests that arrive at given seconds.
-Way = Callable[[Sequence[WorkloadItem], Sequence[float]], list[Seen]]
+Way = Callable[[Sequence[WorkloadItem], Sequence[float]], list[TimedAnswer]]
 
 
 def of_ours(rt: Runtime, socket_url: str, url: str, *, completions: bool) -> dict[str, Way]:
@@ -103,7 +106,7 @@ def _generate(url: str) -> Way:
 
 
 def _streamed(url: str, body: Callable[[list[int], dict[str, Any]], dict[str, Any]]) -> Way:
-    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
+    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
         prompts = [list(map(int, item.prompt_token_ids)) for item in items]
         bodies = [
             {**body(prompt, _params(item)), "stream": True}
@@ -115,20 +118,18 @@ def _streamed(url: str, body: Callable[[list[int], dict[str, Any]], dict[str, An
 
 
 def _in_process(rt: Runtime) -> Way:
-    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
+    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
         """Submit each request at its time, on this thread."""
         begun_s = time.perf_counter() + 0.1
-        seen = [Seen([], 0, 0.0) for _ in items]
+        seen = unanswered(len(items))
         ended = threading.Semaphore(0)
 
-        def sink(one: Seen, at_s: float) -> Callable[[Piece], None]:
+        def sink(one: TimedAnswer, at_s: float) -> Callable[[Piece], None]:
             def take(piece: Piece) -> None:
-                now_s = time.perf_counter() - at_s
                 if piece.token_ids:
-                    one.times_s.append(now_s)
-                    one.num_tokens += len(piece.token_ids)
+                    one.note_tokens(len(piece.token_ids))
                 if piece.finish_reason is not None:
-                    one.end_s = now_s
+                    one.end_s = time.perf_counter() - at_s
                     ended.release()
 
             return take
@@ -152,7 +153,7 @@ def _params(item: WorkloadItem) -> dict[str, Any]:
 
 
 def _cleared(rt: Runtime, way: Way) -> Way:
-    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
+    def answer(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
         # A step that was submitted ahead may still compute for answers that have ended.
         rt.generate([1], SamplingParams(max_tokens=1), progress=False)
         rt.forget_kept_pages()
@@ -161,7 +162,7 @@ def _cleared(rt: Runtime, way: Way) -> Way:
     return answer
 
 
-def _checked(seen: list[Seen], items: Sequence[WorkloadItem]) -> list[Seen]:
+def _checked(seen: list[TimedAnswer], items: Sequence[WorkloadItem]) -> list[TimedAnswer]:
     """Return the results, if all answers have the requested lengths."""
     for i, (one, item) in enumerate(zip(seen, items, strict=True)):
         if one.num_tokens != item.num_output_tokens:

@@ -11,6 +11,7 @@ from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 
 BoundOutcome: TypeAlias = Literal["kept", "missed", "refused"]
+PERCENTILES = (50.0, 90.0, 99.0)
 OUTCOMES: tuple[BoundOutcome, ...] = ("kept", "missed", "refused")
 
 
@@ -74,17 +75,15 @@ def goodput(
     return {"share": share, "requests_per_s": num_within / wall_s}
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean, median, 90th and 99th percentile; None without values."""
+def spread(
+    values: Sequence[float], percentiles: Sequence[float] = PERCENTILES
+) -> dict[str, float] | None:
+    """Return mean and percentiles, such as "p50"; None without values."""
     if not values:
         return None
     ordered = sorted(values)
-    return {
-        "mean": statistics.fmean(ordered),
-        "p50": _percentile(ordered, 0.5),
-        "p90": _percentile(ordered, 0.9),
-        "p99": _percentile(ordered, 0.99),
-    }
+    found = {f"p{each:g}": _percentile(ordered, each / 100) for each in percentiles}
+    return {"mean": statistics.fmean(ordered), **found}
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

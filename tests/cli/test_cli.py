@@ -244,22 +244,6 @@ def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
     assert (tmp_path / "kv" / "0").is_dir()
 
 
-def test_bench_prints_one_object(model):
-    """The measurement prints one JSON object with the requested number of tokens."""
-    done = run(
-        f"bench --num-requests 3 --prompt-tokens 5 --output-tokens 4 --model {model} {SMALL}"
-    )
-    assert done.exit_code == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["output_tokens"], report["prompt_tokens"]) == (12, 15)
-    assert report["output_tokens_per_s"] > 0
-
-
-def test_bench_splits_prompts_and_answers():
-    """The measurement takes device groups too, and refuses text that names none."""
-    assert_refused(run("bench --groups 1 --quiet"), "groups='1' is not understood")
-
-
 def test_models_are_listed_and_described(model):
     """`models list` names the default model, `models show` reads a folder's configuration."""
     assert "smollm2-135m" in run("models list").stdout

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.common.processes import PeerError
 from benchmarks.http.__main__ import main
-from benchmarks.http.load import Seen
 from benchmarks.http.peers import servers
 from benchmarks.http.peers.servers import PEERS, SCRIPTS, PeerServer
 from benchmarks.http.ways import completions_of
 from benchmarks.offline.peers.compare import Environment
 from jaxserve import Runtime
 from jaxserve.workload import random_items
+from jaxserve.workload.load import TimedAnswer
 from tests.benchmarks.tiny_model import arguments
 from tests.server.serving import server
 
@@ -109,8 +109,8 @@ def test_servers_are_started_and_ended(capsys, tmp_path, monkeypatch):
 def test_answers_of_another_length_do_not_count(monkeypatch):
     """A server that ends answers early is not measured."""
 
-    def sent(*_: Any) -> Sequence[Seen]:
-        return [Seen([0.1], 5, 0.2)]
+    def sent(*_: Any) -> Sequence[TimedAnswer]:
+        return [TimedAnswer([0.1], 5, 0.2)]
 
     monkeypatch.setattr("benchmarks.http.ways.send", sent)
     items = random_items(1, num_prompt_tokens=3, num_output_tokens=6, vocab_size=9, seed=0)
