@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
@@ -16,12 +17,18 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.cli.options import ProcessOptions, SamplingOptions, ServiceOptions, flat
-from jaxserve.core.errors import GenerationInterrupted, InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import (
+    GenerationInterrupted,
+    InvalidConfigError,
+    InvalidRequestError,
+    MissingExtraError,
+)
 from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 
 # Up to this many tokens, answers arrive before huge pages save what starting with them costs.
 _FEW_TOKENS = 256
+_MAX_TOKENS = 256  # of an answer, by default
 
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
@@ -43,7 +50,8 @@ def generate(
         typer.Option(
             "--jsonl",
             help='Prompts as JSON lines: {"prompt": text or token ids} or {"messages": [...]}, '
-            "optionally with an id and sampling parameters.",
+            "optionally with an id and sampling parameters; or OpenAI's batch lines "
+            '{"custom_id", "method", "url", "body"}, which get its output lines.',
         ),
     ] = None,
     output: Annotated[
@@ -61,7 +69,7 @@ def generate(
     system: Annotated[
         str | None, typer.Option("--system", help="System message for chat prompts.")
     ] = None,
-    max_tokens: opt.MaxTokens = 256,
+    max_tokens: opt.MaxTokens = _MAX_TOKENS,
     sampling: SamplingOptions,
     n: Annotated[
         int,
@@ -81,12 +89,26 @@ def generate(
 ) -> None:
     """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
 
-    Ctrl-C writes the finished answers and exits with 130.
+    Ctrl-C writes the finished answers and exits with 130. OpenAI's batch lines need the extra
+    `serve`, and have their own parameters; one that is wrong is answered with its error.
     """
     with opt.exit_codes():
         params = sampling.params(
             max_tokens=max_tokens, n=n, logprobs=logprobs, adapter=service_options.only_adapter
         )
+        if jsonl and not (prompt or file) and _is_batch(lines := lines_of(jsonl)):
+            is_plain = sampling == SamplingOptions() and (max_tokens, n, logprobs) == (
+                _MAX_TOKENS,
+                1,
+                None,
+            )
+            if not is_plain or text or chat is not None or system is not None:
+                raise InvalidConfigError(
+                    f"the lines of {jsonl} have bodies with their own parameters; omit sampling "
+                    "options, --text, --chat, --raw and --system"
+                )
+            code = _answer_batch(lines, output, model, service_options, processes)
+            raise typer.Exit(code)
         jobs = _read_jobs(prompt, file, jsonl, params)
         is_long = sum(job.params.n * (job.params.max_tokens or inf) for job in jobs) > _FEW_TOKENS
         answers = processes.join()
@@ -111,6 +133,59 @@ def generate(
     code = opt.EXIT_INTERRUPTED if is_interrupted else _exit_code(done)
     if code:
         raise typer.Exit(code)
+
+
+def _is_batch(lines: Sequence[str]) -> bool:
+    """Return whether the first line that is an object is one of OpenAI's batches."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(line), dict):
+                return "custom_id" in found or "body" in found
+    return False
+
+
+def _answer_batch(
+    lines: Sequence[str],
+    output: Path | None,
+    model: str,
+    service_options: ServiceOptions,
+    processes: ProcessOptions,
+) -> int:
+    """Answer OpenAI's batch lines in their order, and return the exit code."""
+    try:
+        from jaxserve.server.batch import answer_lines
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "fastapi", "serve", "OpenAI's batch lines") from error
+    from tqdm import tqdm
+
+    answers: list[dict[str, Any] | None] = [None] * len(lines)
+    leads = processes.join()
+    is_interrupted = False
+    with (
+        opened(output if leads else None) as sink,
+        service_options.open(model, huge_pages=True) as service,
+        tqdm(
+            total=sum(bool(line.strip()) for line in lines),
+            desc="answering",
+            unit="request",
+            leave=False,
+            delay=2,
+            disable=service_options.quiet,
+        ) as bar,
+    ):
+        try:
+            asyncio.run(answer_lines(service, model, lines, answers, bar.update))
+        except KeyboardInterrupt:
+            is_interrupted = True
+        done = [answer for answer in answers if answer is not None]
+        for answer in done:
+            print(json.dumps(answer, ensure_ascii=False), file=sink)
+    if is_interrupted:
+        return opt.EXIT_INTERRUPTED
+    failed = [each for each in done if each["error"] or each["response"]["status_code"] != 200]
+    if failed:
+        typer.echo(f"{len(failed)} of {len(done)} requests failed; their lines say why", err=True)
+    return opt.EXIT_FAILED if failed else 0
 
 
 def _read_jobs(

@@ -157,6 +157,21 @@ def test_generate_answers_in_order(model, tmp_path, replicas):
     assert [r.num_output_tokens for r in recorded.read(trace)] == [(3,), (4,), (2, 2)]
 
 
+def test_openai_batches_get_their_output_lines(model, tmp_path):
+    """Bodies have their own parameters, and options for them are refused; the exit code says 1."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [line, {**line, "custom_id": "b", "url": "/v1/files"}]
+    file = _file(tmp_path, "\n" + "\n".join(map(json.dumps, lines)))
+    assert_refused(run(f"generate --jsonl {file} --top-k 3"), "omit sampling options")
+    assert_refused(run(f"generate --jsonl {file} --text"), "omit sampling options")
+    done = run(f"generate --jsonl {file} --model {model} {SMALL}")
+    assert done.exit_code == 1 and "1 of 2 requests failed" in done.stderr
+    good, bad = map(json.loads, done.stdout.splitlines())
+    assert (good["custom_id"], good["response"]["status_code"]) == ("a", 200)
+    assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == ("b", None, "invalid_line")
+
+
 def test_text_prompts_become_chats(model):
     """A model with a chat template gets it by default, and not with --raw."""
     hi = f"generate hi --max-tokens 2 --model {model} {SMALL}"
