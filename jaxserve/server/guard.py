@@ -24,7 +24,7 @@ from jaxserve.server.options import ServerOptions
 # Paths of health checks, which the access log leaves out.
 _PROBED = frozenset(("/health", "/ready", "/version", "/metrics"))
 # Paths that need no key, because they reveal nothing about requests; the page asks for a key.
-OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js"}
+OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js", "/docs"}
 
 _SMALL_BYTES, _NUM_LARGEST = 1 << 16, 64
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 import schemathesis
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -47,6 +48,18 @@ def test_schema_is_published(url: str):
             assert "421" in told["responses"], (method, path)  # other hosts are refused everywhere
     event = answers["200"]["content"]["text/event-stream"]["itemSchema"]
     assert event["properties"].keys() == {"event", "data"}
+
+
+def test_the_page_of_endpoints_loads_nothing():
+    """`/docs` has each endpoint and the fields of bodies, without scripts and without a key."""
+    app = make_app(Backend(ServerOptions(model_name=NAME, api_keys=("key",))))
+    answer = TestClient(app, base_url="http://localhost").get("/docs")
+    assert answer.status_code == 200 and "text/html" in answer.headers["content-type"]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert all(f" {path}</code>" in answer.text for path in app.openapi()["paths"])
+    assert "<code>max_completion_tokens</code><td>integer" in answer.text
+    assert "<code>audio</code>" not in answer.text  # it may only be null
+    assert "src=" not in answer.text and "<script" not in answer.text
 
 
 @SCHEMA.parametrize()

@@ -1,9 +1,13 @@
-"""`/health`, `/ready`, `/version`, `/metrics`, and `/`, a page to chat and to watch the engine."""
+"""`/health`, `/ready`, `/version`, `/metrics`, and the pages `/`, to chat, and `/docs`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from functools import cache
+from html import escape
 from importlib.resources import files
+from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter
@@ -104,3 +108,63 @@ async def page(http: Request) -> Response:
     """Return a file of the page."""
     name, media_type = PATHS[http.url.path]
     return Response(_read(name), media_type=media_type, headers=_HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(http: Request) -> Response:
+    """Return a page of the endpoints and their fields, which loads nothing and has no scripts.
+
+    Swagger's page would load its scripts from another site, and begin with one that the policy of
+    this server's pages forbids.
+    """
+    text = "\n".join(_docs(http.app.openapi()))
+    return Response(text, media_type="text/html", headers=_HEADERS)
+
+
+def _docs(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield '<!doctype html><html lang="en"><meta charset="utf-8"><title>jaxserve: endpoints</title>'
+    yield f"<h1>{escape(schema['info']['title'])} {escape(schema['info']['version'])}</h1>"
+    yield f"<p>{escape(schema['info']['description'])}"
+    yield '<p><a href="/openapi.json">/openapi.json</a> is the schema for programs, and'
+    yield '<a href="/">/</a> a page to chat.'
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
+            yield f"<p>{escape(operation.get('description', ''))}"
+            content = operation.get("requestBody", {}).get("content", {})
+            for body in content.values():
+                yield from _fields(_resolved(body["schema"], schema))
+
+
+def _fields(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of a body's fields, without those that may only be null."""
+    required = body.get("required", ())
+    yield "<details><summary>Fields</summary><table>"
+    for name, field in body.get("properties", {}).items():
+        if (kind := _kind(field)) == "null":
+            continue
+        told = ["required. "] if name in required else []
+        told.append(field.get("description", ""))
+        cells = (f"<code>{escape(name)}</code>", escape(kind), escape("".join(told)))
+        yield f"<tr>{''.join(f'<td>{cell}' for cell in cells)}"
+    yield "</table></details>"
+
+
+def _resolved(found: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = found.get("$ref", "").rpartition("/")[2]
+    return schema["components"]["schemas"][name] if name else found
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """Return the type of a field in words."""
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    for name in ("anyOf", "oneOf"):
+        if name in field:
+            return " | ".join(dict.fromkeys(map(_kind, field[name])))
+    values = field.get("enum", [field["const"]] if "const" in field else [])
+    if values:
+        return " | ".join(map(json.dumps, values))
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}"
+    return field.get("type", "any")
