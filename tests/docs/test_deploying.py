@@ -1,9 +1,10 @@
-"""The unit of systemd and the manifest of Kubernetes in docs/deploying.md."""
+"""The Dockerfile, and the unit of systemd and the manifest of Kubernetes in docs/deploying.md."""
 
 from __future__ import annotations
 
 import configparser
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ import yaml
 from typer.main import get_command
 
 from jaxserve.cli import app
+from jaxserve.server import ServerOptions
+from jaxserve.server.app import make_app
+from jaxserve.server.backend import Backend
 
 pytestmark = pytest.mark.fast
 
-TEXT = (Path(__file__).parents[2] / "docs" / "deploying.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 def _units() -> list[configparser.ConfigParser]:
@@ -29,6 +35,12 @@ def _units() -> list[configparser.ConfigParser]:
 def _manifests() -> dict[str, Any]:
     (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     return {each["kind"]: each for each in yaml.safe_load_all(block)}
+
+
+def _list(instruction: str) -> list[str]:
+    """Return the list of an instruction of the Dockerfile."""
+    (found,) = re.findall(rf"^\s*{instruction} (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    return yaml.safe_load(found)
 
 
 def _options(words: list[str]) -> dict[str, Any]:
@@ -63,6 +75,45 @@ def test_the_manifest_has_a_service_of_its_pods():
     (port,) = manifests["Service"]["spec"]["ports"]
     assert manifests["Service"]["spec"]["selector"] == template["metadata"]["labels"]
     assert port["targetPort"] == container["ports"][0]["containerPort"]
-    options = _options(container["args"])
+    options = _options([*_list("ENTRYPOINT"), *container["args"]])
+    assert options["host"] == "0.0.0.0"
     assert "/" not in options["served_name"]
     assert template["spec"]["terminationGracePeriodSeconds"] > options["drain_timeout"] > 0
+
+
+def test_the_image_has_what_is_installed():
+    """What is copied exists and is not ignored, and so does what the package's links name."""
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = [
+        name
+        for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert sorted(line[1:] for line in ignored if line.startswith("!")) == sorted(copied)
+    linked = {path.resolve().name for path in (ROOT / "jaxserve").iterdir() if path.is_symlink()}
+    assert linked == {"pallas_kernels", "predictor", "sharding"} and linked <= set(copied)
+
+
+def test_the_image_installs_extras_that_exist():
+    """So do those that its arguments may add."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (installed,) = re.findall(r'"\.\[(\w+)\$', DOCKERFILE)
+    offered = re.findall(r"EXTRA=(\w+)", DOCKERFILE + TEXT) + re.findall(r"`(cuda\d+)`", TEXT)
+    assert {installed, *offered} <= project["optional-dependencies"].keys()
+    assert {"cuda12", "cuda13"} <= set(offered)
+
+
+def test_the_image_serves_what_its_commands_name():
+    """Entry point, default and the page's commands are options of `serve`; /health is probed."""
+    assert 'CMD ["smollm2-135m"]' in DOCKERFILE
+    commands = re.findall(r"`docker run (.*)`", TEXT)
+    assert len(commands) == 2
+    for command in commands:
+        (volume,) = re.findall(r"-v jaxserve:(\S+)", command)
+        assert f"VOLUME {volume}\n" in DOCKERFILE and "-p 8000:8000" in command
+        words = command.rpartition(f"{volume} jaxserve ")[2].split()
+        assert _options([*_list("ENTRYPOINT"), *words])["port"] == 8000
+    probed = re.search(r"http://127.0.0.1:8000(/\w+)", DOCKERFILE)
+    paths = make_app(Backend(ServerOptions(model_name="model"))).openapi()["paths"]
+    assert probed and probed[1] in paths
