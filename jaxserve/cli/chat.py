@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from contextlib import closing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
@@ -21,8 +25,14 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
     from jaxserve.conversations import Conversation
     from jaxserve.runtime import Service
+
+_REFRESHES_PER_S = 8
+_MAX_LINES = 1000  # of the history
 
 HELP = (
     "/reset begins a new conversation, /exit leaves; Ctrl-C stops an answer, the next one leaves."
@@ -43,6 +53,20 @@ def chat(
         Path | None,
         opt.journal("Keep the conversation in this file; with --id alone, in {default}."),
     ] = None,
+    markdown: Annotated[
+        bool,
+        typer.Option(
+            "--markdown/--no-markdown", help="Render Markdown where stdout is a terminal."
+        ),
+    ] = True,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history/--no-history",
+            help="Keep the typed lines for later chats, readable by you alone, in "
+            "~/.local/state/jaxserve/chat_history (or in $XDG_STATE_HOME).",
+        ),
+    ] = True,
     max_tokens: opt.MaxTokens = 512,
     sampling: SamplingOptions,
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -55,7 +79,8 @@ def chat(
     then not kept; between answers it leaves.
 
     With --id or --journal the conversation is kept, and --id continues it later; see
-    `jaxserve conversations`. Without either, the conversation is not written to a file.
+    `jaxserve conversations`. Without either, of the conversation only the typed lines are written
+    to a file, that of --history.
     """
     with opt.exit_codes():
         params = sampling.params(max_tokens=max_tokens, adapter=service_options.only_adapter)
@@ -64,7 +89,9 @@ def chat(
         processes.join()
         with service_options.open(model, conversations=journal, max_slots=1) as service:
             typer.echo(f"{model}: {HELP}", err=True)
-            _converse(service, params, system, id, journal)
+            keeps_lines = history and sys.stdin.isatty()
+            with line_history(_history_path()) if keeps_lines else nullcontext():
+                _converse(service, params, system, id, journal, _console() if markdown else None)
 
 
 def _converse(
@@ -73,6 +100,7 @@ def _converse(
     system: str | None,
     id: str | None,
     journal: Path | None,
+    console: Console | None,
 ) -> None:
     conversation = service.conversation(id, system=system)
     if conversation.turns:
@@ -89,7 +117,7 @@ def _converse(
             elif said.startswith("/"):
                 typer.echo(f"unknown command {said}; {HELP}", err=True)
             elif said:
-                _answer(conversation, params, said)
+                _answer(conversation, params, said, console)
     finally:
         if journal is not None and conversation.turns:
             again = shlex.join(["--journal", str(journal), "--id", conversation.id])
@@ -109,15 +137,107 @@ def _ask() -> str | None:
     return None if said == "/exit" else said
 
 
-def _answer(conversation: Conversation, params: SamplingParams, said: str) -> None:
+def _answer(
+    conversation: Conversation, params: SamplingParams, said: str, console: Console | None
+) -> None:
     """Print the answer while it is generated; a turn that fails or is stopped is not kept."""
     try:
         # Closing the generator cancels an answer that is still being generated.
-        with closing(conversation.stream(said, params)) as pieces:
+        with closing(conversation.stream(said, params)) as pieces, shown(console) as show:
             for piece in pieces:
-                typer.echo(piece.text, nl=False)
-        typer.echo()
+                show(piece.text)
+        if console is None:
+            typer.echo()
     except KeyboardInterrupt:
         typer.echo(" (stopped, and not kept)")
     except JaxserveError as error:
         typer.echo(f"{opt.describe(error)} (/reset begins a new conversation)", err=True)
+
+
+def _console() -> Console | None:
+    """Return the terminal of stdout; None if there is none that can be drawn on."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+@contextmanager
+def shown(console: Console | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows more of an answer: rendered on a console, or as it is.
+
+    On a console, the end of the answer moves while it grows, and at the end all of it is printed.
+    """
+    if console is None:
+        yield partial(typer.echo, nl=False)
+        return
+    from rich.live import Live
+    from rich.markdown import Markdown
+
+    answer = _Growing()
+    try:
+        with Live(answer, console=console, transient=True, refresh_per_second=_REFRESHES_PER_S):
+            yield answer.add
+    finally:
+        console.print(Markdown(answer.text))
+
+
+@final
+class _Growing:
+    """An answer as Markdown, of which the last lines that fit on the screen are drawn."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def add(self, text: str) -> None:
+        self.text += text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+
+        lines = console.render_lines(Markdown(self.text), options.reset_height())
+        for line in lines[-max(1, console.height - 1) :]:
+            yield from line
+            yield Segment.line()
+
+
+def _history_path() -> Path:
+    folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(folder) / "jaxserve" / "chat_history"
+
+
+@contextmanager
+def line_history(path: Path) -> Iterator[None]:
+    """Recall lines of earlier chats in the block, and keep those typed in it, for the user alone.
+
+    Without GNU readline, or if the file cannot be used, lines are not kept; a warning says why.
+    """
+    try:
+        import readline
+    except ImportError:  # Windows has none
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.clear_history()
+        if path.stat().st_size:
+            readline.read_history_file(path)
+        readline.set_history_length(_MAX_LINES)
+    except OSError as error:
+        _say_not_kept(error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        try:
+            readline.write_history_file(path)
+            path.chmod(0o600)
+        except OSError as error:
+            _say_not_kept(error)
+
+
+def _say_not_kept(error: OSError) -> None:
+    typer.echo(f"typed lines are not kept: {error}; --no-history omits this", err=True)

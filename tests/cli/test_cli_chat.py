@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
+import readline
 import select
+import stat
 import subprocess
 import sys
 import time
@@ -15,7 +18,9 @@ from pathlib import Path
 from typing import final
 
 import pytest
+from rich.console import Console
 
+from jaxserve.cli.chat import line_history, shown
 from jaxserve.conversations import Journal
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.testing import write_chat_model
@@ -94,6 +99,40 @@ def _terminal(line: str) -> Iterator[Terminal]:
         terminal.close()
 
 
+@pytest.mark.fast
+def test_markdown_is_rendered_on_a_console(capsys: pytest.CaptureFixture[str]):
+    """At the end all of an answer is there, though it is longer than the screen, or stopped."""
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=True, width=40, height=5, color_system=None)
+    items = [f"- item {i}\n" for i in range(20)]
+    with pytest.raises(KeyboardInterrupt), shown(console) as show:
+        for piece in ("**bold**\n\n", *items):
+            show(piece)
+        raise KeyboardInterrupt
+    drawn = said.getvalue().rpartition("\x1b[2K")[2]
+    assert "bold" in drawn and "**" not in drawn
+    assert [f"• item {i} " in drawn for i in range(20)] == [True] * 20
+    with shown(None) as show:
+        show("**bold**")
+    assert capsys.readouterr().out == "**bold**"
+
+
+@pytest.mark.fast
+def test_typed_lines_are_kept_for_the_user_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A later chat recalls them; a file that cannot be used is a warning."""
+    path = tmp_path / "state" / "chat_history"
+    for line in ("first", "second"):
+        with line_history(path):
+            readline.add_history(line)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text().split() == ["first", "second"]
+    with line_history(tmp_path / "state" / "chat_history" / "below"):
+        pass
+    assert "typed lines are not kept" in capsys.readouterr().err
+
+
 @pytest.mark.release
 def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     """The journal has the acknowledged turns; no process and no lock remains."""
@@ -103,7 +142,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     journal.parent.mkdir()
     chat = (
         f"chat --model {write_chat_model(folder)} --load random --max-context 16384 --quiet "
-        f"--journal {journal} --id mine --max-tokens 16000"
+        f"--journal {journal} --id mine --max-tokens 16000 --no-history"
     )
     home = conversations(str(journal), tokenizer=Tokenizer.from_folder(folder))
     home.open("mine").send("hi")
