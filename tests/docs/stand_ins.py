@@ -23,7 +23,7 @@ from jaxserve.predictor.probe import ProbeHead
 from jaxserve.testing import write_chat_model
 from tests.models import gguf_models, hf_checkpoints, t5_checkpoints
 from tests.models.quantised_checkpoints import gptq, write_folders
-from tests.predictor.tiny import tiny_predictor
+from tests.predictor.tiny import examples, tiny_predictor
 
 HIDDEN = 288
 
@@ -98,6 +98,12 @@ def _adapter(folder: Path, **settings: Any) -> None:
     save_file(arrays, folder / "adapter_model.safetensors")
 
 
+def _predictor(folder: Path) -> None:
+    predictor, held_out = tiny_predictor(), examples(70)
+    predictor.calibrate([e.prompt for e in held_out], [e.output_length for e in held_out])
+    predictor.save(folder)
+
+
 def _probe(folder: Path) -> None:
     config = ProbeConfig(layer=1, width=HIDDEN, hidden_size=8)
     buckets = LengthBuckets.logarithmic(64, 6)
@@ -128,9 +134,9 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "flan-t5-small": _t5,
     "runs/poems": _adapter,
     "runs/dora": partial(_adapter, use_dora=True),
-    "lengths": lambda folder: tiny_predictor().save(folder),
+    "lengths": _predictor,
     "my-probe": _probe,
-    "my-predictor": lambda folder: tiny_predictor().save(folder),
+    "my-predictor": _predictor,
 }
 
 

@@ -20,8 +20,8 @@ UNTRIED = {
     *(f"docs/{name}.md" for name in ("adapters", "batch_invariance", "coming_from_vllm")),
     *(f"docs/{name}.md" for name in ("conversations", "conversations_cache", "embeddings")),
     *(f"docs/{name}.md" for name in ("disaggregated_prefill", "encoder_decoder", "kernels")),
-    *(f"docs/{name}.md" for name in ("latency_bounds", "own_choice", "predictor", "quantisation")),
-    *(f"docs/{name}.md" for name in ("recurrent_layers", "replicas", "s3", "serving", "sharding")),
+    *(f"docs/{name}.md" for name in ("latency_bounds", "predictor", "quantisation", "sharding")),
+    *(f"docs/{name}.md" for name in ("recurrent_layers", "replicas", "s3")),
     *(f"docs/{name}.md" for name in ("structured_output", "testing")),
 }
 WITH_PYTHON = [
