@@ -6,6 +6,7 @@ Tensor names may have the additions of wrappers, be those of a bare model, or la
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -395,12 +396,17 @@ def _check(
         for name, shape in sorted(wanted.items())
         if name in found and tuple(found[name]) != shape
     ]
+    constants = family.constants_of(config)
+    for name in sorted(constants.keys() & found):
+        number = float(source.read(name).item())
+        if not math.isclose(number, constants[name], rel_tol=0.01):  # as bfloat16 rounds it
+            problems.append(f"tensor {name} is {number:g}, and only {constants[name]:g} is served")
     # A second copy of tied embeddings, and tensors that the family does not need.
     tied = r"lm_head\.weight|embed_out\.weight" if config.tie_word_embeddings else "(?!)"
     ignored = re.compile(f"{tied}|{family.ignored_of(config).pattern}")
     problems += [
         f"surplus tensor {name} {tuple(found[name])}"
-        for name in sorted(found.keys() - wanted - set(spare))
+        for name in sorted(found.keys() - wanted - constants.keys() - set(spare))
         if not ignored.fullmatch(name)
         and not (family.predicts_several and _layer_of(name) >= config.num_layers)
     ]

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.models.families import text_config_of, weights_of
+from jaxserve.models.families import family_of, text_config_of, weights_of
 from jaxserve.models.function import FunctionConfig
 from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.loading import Parameter, abstract_model
@@ -137,6 +137,8 @@ def _write_weights(
         tensors.dtype = array.dtype
         parameters[path].write(array, tensors.at)
         tensors.write_complete()
+    for name, value in family_of(config).constants_of(config).items():
+        tensors.add(name, np.asarray(value, config.dtype))
     tensors.finish()
 
 
@@ -163,6 +165,10 @@ class _Tensors:
             self._open[name] = np.empty(shape, self.dtype)
         self._missing[name] -= 1
         return self._open[name]
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        """Take in a small whole tensor."""
+        self._complete[name] = tensor
 
     def write_complete(self) -> None:
         """Write a file if complete tensors fill one."""

@@ -146,5 +146,5 @@ FAMILY = Family(
     config=ApertusConfig,
     decoder=Apertus,
     weights=_weights,
-    ignored=r".*\.rotary_emb\.inv_freq|.*\.mlp\.act_fn\.(beta|eps)",
+    constants={LAYER + "mlp.act_fn.beta": _BETA, LAYER + "mlp.act_fn.eps": _EPS},
 )

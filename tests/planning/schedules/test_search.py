@@ -132,12 +132,13 @@ def test_algorithm_1_alone_misses_schedules_and_the_report_counts_them():
         for timelines, bounds in _cases(60, 11)
     ]
     report = misses_of(cases)
-    assert 0 < report.num_missed < report.num_cases <= 60
+    assert 0.0 < report.missed_share < 1.0 and 1 < report.num_cases <= 60
     assert 0.0 <= report.worst_share < 1.0
-    assert report.num_not_found <= report.num_beyond <= report.num_missed
-    assert misses_of(cases, tolerance=1.0).num_beyond == 0
+    not_found_share = report.num_not_found / report.num_cases
+    assert not_found_share <= report.beyond_tolerance_share <= report.missed_share
+    assert misses_of(cases, tolerance=1.0).beyond_tolerance_share == 0
     wide = misses_of(cases, tolerance=0.5)
-    assert wide.num_missed < report.num_missed and wide.num_evaluated > report.num_evaluated
+    assert wide.missed_share < report.missed_share and wide.num_evaluated > report.num_evaluated
     for timelines, bounds in cases[:20]:
         found = monotone_search(timelines, bounds).found
         assert found is None or bounds.met(found.estimates).all()
