@@ -17,12 +17,21 @@ from tests.docs.stand_ins import write_stand_ins
 FIRST = ("README.md", "docs/own_model.md")
 # Pages whose blocks were not run yet. Each leaves this list as soon as it runs.
 UNTRIED = {
-    *(f"docs/{name}.md" for name in ("adapters", "batch_invariance", "coming_from_vllm")),
-    *(f"docs/{name}.md" for name in ("conversations", "conversations_cache", "embeddings")),
-    *(f"docs/{name}.md" for name in ("disaggregated_prefill", "encoder_decoder", "kernels")),
-    *(f"docs/{name}.md" for name in ("latency_bounds", "predictor", "quantisation", "sharding")),
-    *(f"docs/{name}.md" for name in ("recurrent_layers", "replicas", "s3")),
-    *(f"docs/{name}.md" for name in ("structured_output", "testing")),
+    f"docs/{name}.md"
+    for name in (
+        "batch_invariance",
+        "conversations_cache",
+        "disaggregated_prefill",
+        "encoder_decoder",
+        "kernels",
+        "latency_bounds",
+        "predictor",
+        "recurrent_layers",
+        "replicas",
+        "s3",
+        "structured_output",
+        "testing",
+    )
 }
 WITH_PYTHON = [
     page if page in FIRST else pytest.param(page, marks=pytest.mark.release)
