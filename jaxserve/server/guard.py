@@ -23,8 +23,8 @@ from jaxserve.server.options import ServerOptions
 
 # Paths of health checks, which the access log leaves out.
 _PROBED = frozenset(("/health", "/ready", "/version", "/metrics"))
-# Paths that need no key, because they reveal nothing about requests; the page asks for a key.
-OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js", "/docs"}
+# Folder of the page's files. They need no key, because they reveal nothing; the page asks for one.
+PAGE_PATH = "/page/"
 
 _SMALL_BYTES, _NUM_LARGEST = 1 << 16, 64
 
@@ -59,7 +59,7 @@ class KeyGuard:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             if not self._is_known(Headers(scope=scope).get("authorization", "")):
                 await _refuse(bad_key(), scope, receive, send)
                 return
@@ -70,6 +70,10 @@ class KeyGuard:
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _is_open(path: str) -> bool:
+    return path in _PROBED or path in ("/", "/docs") or path.startswith(PAGE_PATH)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,10 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
-
-from tests.server.serving import post
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -48,19 +46,43 @@ def expecting(tab: Any, selector: str) -> Any:
     return expect(tab.locator(selector))
 
 
-def converse(url: str, id: str, *turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Have the server answer turns of a conversation, and return the messages that it keeps."""
-    for said in turns:
-        body = {"messages": said, "conversation_id": id, "temperature": 0, "max_tokens": 4}
-        assert post(url, "/v1/chat/completions", body).status_code == 200
-    return httpx2.get(f"{url}/conversations/{id}").json()["messages"]
+def configure(tab: Any, **settings: object) -> None:
+    """Set fields of the settings, by their ids."""
+    tab.click("#configure")
+    for id, value in settings.items():
+        tab.fill(f"#{id}", str(value))
+    tab.click("#settings button")
 
 
-def open_conversation(tab: Any, url: str, id: str) -> None:
-    """Open a conversation from the list, with parameters that give the same answer each time."""
-    tab.goto(url + "/")
-    tab.click("summary")
-    tab.fill("#temperature", "0")
-    tab.fill("#max_tokens", "4")
-    tab.click(f"#conversations button:has-text('{id}')")
-    expecting(tab, "#conversations [aria-current=true]").to_contain_text(id)
+def say(tab: Any, text: str) -> None:
+    tab.fill("#said", text)
+    tab.keyboard.press("Enter")
+
+
+def texts(tab: Any) -> list[str]:
+    """Return the texts of the messages, without the thinking and the figures."""
+    return [each.inner_text() for each in tab.locator("article > .text").all()]
+
+
+def kept(tab: Any) -> list[dict[str, Any]]:
+    """Return the conversations that the browser keeps."""
+    found = tab.evaluate("Object.entries(localStorage)")
+    return [json.loads(value) for key, value in found if key.startswith("jaxserve.conversation.")]
+
+
+def answer_with(tab: Any, *pieces: str, finish: str = "stop") -> list[dict[str, Any]]:
+    """Have each chat answered with these pieces; return the requests, as they will have come."""
+    asked: list[dict[str, Any]] = []
+
+    def fulfill(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        choices: list[dict[str, Any]] = [
+            {"index": 0, "delta": {"content": text}, "token_ids": [1]} for text in pieces
+        ]
+        choices.append({"index": 0, "delta": {}, "finish_reason": finish, "token_ids": []})
+        events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+        body = "".join([*events, "data: [DONE]\n\n"])
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    tab.route("**/v1/chat/completions", fulfill)
+    return asked

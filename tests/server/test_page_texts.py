@@ -4,44 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx2
 import pytest
 
-from tests.server.browser import converse, open_conversation
+from tests.server.browser import answer_with, expecting, kept, say
 
 # In a browser: `make page-test` runs them, too.
 pytestmark = pytest.mark.release
 
 
-def _show(tab: Any, url: str, content: str) -> Any:
-    """Open a conversation that has this message, and return the message's element."""
-    converse(url, "shown", [{"role": "user", "content": "a"}])
-    reply = {"object": "conversation", "messages": [{"role": "assistant", "content": content}]}
-    tab.route("**/conversations/shown", lambda route: route.fulfill(json=reply))
-    open_conversation(tab, url, "shown")
-    httpx2.delete(f"{url}/conversations/shown")
-    return tab.locator("article")
+def _show(tab: Any, url: str, *pieces: str) -> Any:
+    """Open the page, have a message answered with this text, and return the answer's element."""
+    answer_with(tab, *pieces)
+    tab.goto(url + "/")
+    say(tab, "a")
+    expecting(tab, ".figures").to_contain_text("tokens")
+    return tab.locator("article.assistant")
 
 
 def test_links_lead_to_pages_and_mail_only(url: str, tab: Any):
     """An address with another scheme, or of this server, stays text, and so does HTML."""
     refused = [
-        *("[a](javascript:alert(1))", "[a](JaVaScRiPt:alert(1))", "[a](data:text/html,<b>)"),
+        *("[a](javascript:alert(1))", "[a](JaVaScRiPt:alert(1))", "[a](data:text/html,b)"),
         *("[a](//evil.example/x)", "[a](/conversations)", "[a](vbscript:x)", "[a](file:///etc)"),
-        *("[a](blob:https://b.example/c)", "[a](#said)", "[a]()", "[](https://b.example/)"),
+        *("[a](blob:https-b.example/c)", "[a](#said)", "[a](java&#x73;cript:alert(1))"),
     ]
     html = "<img src=x onerror=alert(1)>"
     good = [
         f'[{html}](https://a.example/"onclick=alert(1))',
         *("[in (b)](http://b.example/c_(d)?e=1)", "[mail](mailto:a@b.example)"),
+        "https://bare.example/x",
     ]
     shown = _show(tab, url, "\n\n".join([*refused, *good]))
-    assert [each.inner_text() for each in shown.locator("p").all()][: len(refused)] == refused
+    paragraphs = [each.inner_text() for each in shown.locator(".text p").all()]
+    assert paragraphs[: len(refused) - 1] == refused[:-1]
     links = shown.locator("a").all()
-    assert [each.inner_text() for each in links] == [html, "in (b)", "mail"]
+    assert [each.inner_text() for each in links] == [
+        *(html, "in (b)", "mail", "https://bare.example/x"),
+    ]
     assert [each.get_attribute("href") for each in links] == [
         *("https://a.example/%22onclick=alert(1)", "http://b.example/c_(d)?e=1"),
-        "mailto:a@b.example",
+        *("mailto:a@b.example", "https://bare.example/x"),
     ]
     for each in links:
         names = each.evaluate("(link) => link.getAttributeNames()")
@@ -51,25 +53,92 @@ def test_links_lead_to_pages_and_mail_only(url: str, tab: Any):
     assert shown.locator("img").count() == 0
 
 
-def test_quotes_and_tables(url: str, tab: Any):
-    """Quotes may have quotes, deep ones too; cells have text and no HTML, escaped bars included."""
-    html = "<script>alert(1)</script>"
+HOSTILE = [
+    "<script>document.title = 'taken'</script>",
+    "<img src=x onerror=\"document.title = 'taken'\">",
+    "<svg onload=\"document.title = 'taken'\"><style>*{display:none}</style></svg>",
+    "<iframe srcdoc=\"<script>parent.document.title = 'taken'</script>\"></iframe>",
+    "<a href=\"javascript:document.title = 'taken'\">a</a>",
+    "![b](https://b.example/c.png)",
+    '<form id="form"><input name="said"></form>',
+]
+
+
+def test_text_of_a_model_runs_nothing(url: str, tab: Any):
+    """HTML is text wherever it is: plain, in a table, in code, in thinking; images are links."""
+    everywhere = "\n\n".join(HOSTILE)
+    table = "|a|\n|-|\n" + "\n".join(f"|{each}|" for each in HOSTILE)
+    fence = f'```html" onload="x\n{everywhere}\n```'
+    text = f"<think>{everywhere}</think>{everywhere}\n\n{table}\n\n{fence}\n\n> {HOSTILE[0]}"
+    shown = _show(tab, url, text)
+    tab.click("summary")
+    assert tab.title() == "a – jaxserve"
+    bad = "script, img, svg, style, iframe, form, input, [onload], [onerror], [style], [id]"
+    assert shown.locator(bad).count() == 0
+    for each in HOSTILE:
+        if not each.startswith("!"):
+            assert each in shown.locator(".text").inner_text()
+            assert each in shown.locator(".thinking").inner_text()
+    assert {each.get_attribute("href") for each in shown.locator("a").all()} <= {
+        "https://b.example/c.png"
+    }
+
+
+def test_markdown(url: str, tab: Any):
+    """Headings, lists, quotes, tables and code are elements; code has colours and is copied."""
+    code = 'def f(x):\n    return "<b>"  # a comment'
     lines = [
-        *("> one", "> > **two**", "", "a | b", "not a table"),
-        *("", f"| a | {html} |", "|:--|--:|", "| x \\| y | `c` | more |", "| [l](javascript:1) |"),
-        *("", ">" * 5000 + " deep"),
+        *("## A heading", "", "3. three", "4. *four*", "   - inner", "", "> one", "> > **two**"),
+        *("", "line", "next line", "", "| a | b |", "|:--|--:|", "| x \\| y | `c` |"),
+        *("", f"```python\n{code}\n```", "", "```\nplain <i>\n```", "", ">" * 5000 + " deep"),
     ]
-    shown = _show(tab, url, "\n".join(lines))
-    quotes = shown.locator("blockquote")
-    assert quotes.nth(0).locator("p").first.inner_text() == "one"
-    assert quotes.nth(0).locator("blockquote strong").inner_text() == "two"
-    assert quotes.last.inner_text().endswith("> deep") and quotes.count() < 20
-    table = shown.locator("table")
-    assert [each.inner_text() for each in table.locator("th").all()] == ["a", html]
-    cells = [each.inner_text() for each in table.locator("td").all()]
-    assert cells == ["x | y", "c", "[l](javascript:1)"]
-    assert shown.locator("script, a").count() == 0
-    assert "a | b\nnot a table" in shown.inner_text()
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    text = "\n".join(lines)
+    shown = _show(tab, url, *(text[i : i + 500] for i in range(0, len(text), 500)))
+    expecting(tab, "article h2").to_have_text("A heading")
+    assert shown.locator("ol").get_attribute("start") == "3"
+    assert shown.locator("ol li em").inner_text() == "four"
+    assert shown.locator("ol ul li").inner_text() == "inner"
+    assert shown.locator("blockquote blockquote strong").inner_text() == "two"
+    assert "line\nnext line" in shown.inner_text()
+    assert [each.inner_text() for each in shown.locator("th, td").all()] == ["a", "b", "x | y", "c"]
+    assert shown.locator("td.right").inner_text() == "c"
+    blocks = shown.locator(".code")
+    assert blocks.locator("pre").all_text_contents() == [code + "\n", "plain <i>\n"]
+    assert blocks.nth(0).locator(".hljs-keyword").first.inner_text() == "def"
+    assert blocks.nth(0).locator("p").inner_text().startswith("python")
+    blocks.nth(0).locator("button").click()
+    expecting(tab, ".code button >> nth=0").to_have_text("Copied")
+    assert tab.evaluate("navigator.clipboard.readText()") == code + "\n"
+    tab.click("[aria-label='Copy answer']")
+    expecting(tab, "[aria-label='Copy answer']").to_have_text("Copied")
+    assert tab.evaluate("navigator.clipboard.readText()") == text
+
+
+@pytest.mark.parametrize("begins", ["<think>", ""], ids=["by the model", "by the template"])
+def test_thinking_is_folded(url: str, tab: Any, begins: str):
+    """What a model thinks is folded, and is not copied or announced; the model gets it back."""
+    shown = _show(tab, url, begins + "let me *see*\n", "</thi", "nk>\n\nthe answer")
+    expecting(tab, "article.assistant .text").to_have_text("the answer")
+    thoughts = shown.locator("details")
+    assert thoughts.get_attribute("open") is None
+    assert thoughts.locator("em").is_hidden()
+    tab.click("summary")
+    assert thoughts.locator("em").inner_text() == "see"
+    assert tab.inner_text("#announced") == "the answer"
+    (conversation,) = kept(tab)
+    assert conversation["messages"][1]["content"].startswith(begins + "let me")
+
+
+def test_cut_off_thinking_is_folded(url: str, tab: Any):
+    """Thinking that has not ended is folded, too, and an answer without thinking has none."""
+    shown = _show(tab, url, "<think>\nlet me see")
+    expecting(tab, "summary").to_have_text("Thinking …")
+    assert shown.locator(".text").inner_text() == ""
+    answer_with(tab, "plain")
+    tab.click("[aria-label='Regenerate answer']")
+    expecting(tab, "article.assistant .text").to_have_text("plain")
+    expecting(tab, "article details").to_be_hidden()
 
 
 # Returns the contrast of each text of the page with what is behind it (WCAG 2.2, section 1.4.3).
@@ -101,27 +170,64 @@ CONTRASTS = """() => {
 
 
 def test_light_and_dark(url: str, tab: Any):
-    """The page follows the system's colours, and texts can be read in both."""
-    text = "a [b](https://b.example/)\n> c\n\n| d |\n|---|\n| `e` |"
+    """The page follows the system's colours or its switch, and texts can be read in both."""
+    text = "a [b](https://b.example/)\n> c\n\n| d |\n|---|\n| `e` |\n```python\nx = 1 # f\n```"
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
     grounds = {}
     for scheme in ("light", "dark"):
         tab.emulate_media(color_scheme=scheme)
-        _show(tab, url, text)
-        grounds[scheme] = tab.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        _show(tab, url, "<think>g</think>" + text)
+        tab.click("#watch")
+        tab.click("summary")
+        tab.fill("#search", "a")
+        grounds[scheme] = tab.evaluate(ground)
         contrasts = tab.evaluate(CONTRASTS)
-        assert {"A", "DD", "BUTTON", "CODE", "LABEL", "TH"} <= {name for _, name in contrasts}
+        wanted = {"A", "DD", "BUTTON", "CODE", "SUMMARY", "TH", "SMALL", "FIGCAPTION", "SPAN"}
+        assert wanted <= {name for _, name in contrasts}
         assert min(contrasts)[0] >= 4.5, min(contrasts)
     assert grounds["light"] != grounds["dark"]
+    tab.click("#theme")
+    assert tab.evaluate(ground) == grounds["light"]
+    tab.reload()
+    assert tab.evaluate(ground) == grounds["light"]
+    tab.click("#theme")
+    tab.emulate_media(color_scheme="light")
+    expecting(tab, "html").to_have_attribute("data-theme", "light")  # the system's again
 
 
 def test_controls_have_names(url: str, tab: Any):
     """Everything that can have the focus has a name for those who do not see it."""
-    _show(tab, url, "a [b](https://b.example/)")
-    tree = tab.context.new_cdp_session(tab).send("Accessibility.getFullAXTree")["nodes"]
-    names = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in tree
-        if any(each["name"] == "focusable" for each in node.get("properties", ()))
-    ]
-    assert all(name for _, name in names), names
-    assert {"button", "textbox", "spinbutton", "link"} <= {role for role, _ in names}
+    _show(tab, url, "<think>c</think>a [b](https://b.example/)\n```\nd\n```")
+    found = []
+    for selector in ("#search", "#configure"):  # with the page, and with the settings
+        tab.click(selector)
+        tree = tab.context.new_cdp_session(tab).send("Accessibility.getFullAXTree")["nodes"]
+        found += [
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in tree
+            if any(each["name"] == "focusable" for each in node.get("properties", ()))
+        ]
+    assert all(name for _, name in found), found
+    assert {"button", "textbox", "searchbox", "spinbutton", "link"} <= {role for role, _ in found}
+
+
+def test_narrow_page(url: str, tab: Any):
+    """On a phone nothing is cut off, and the list and the engine open over the chat."""
+    tab.set_viewport_size({"width": 390, "height": 844})
+    _show(tab, url, "x" * 300 + "\n\n| " + "wide | " * 40 + "\n" + "|-" * 40 + "|")
+    width = "document.documentElement.scrollWidth"
+    assert tab.evaluate(width) == 390
+    for id in ("menu", "watch", "configure", "theme", "said", "send"):
+        box = tab.locator(f"#{id}").bounding_box()
+        assert 0 <= box["x"] and box["x"] + box["width"] <= 390, id
+    expecting(tab, "#conversations a").to_be_hidden()
+    tab.click("#menu")
+    expecting(tab, "#conversations a").to_be_visible()
+    tab.click("#new")
+    expecting(tab, "#conversations a").to_be_hidden()
+    tab.click("#watch")
+    assert tab.locator("#engine").bounding_box()["width"] == pytest.approx(390, abs=2)
+    expecting(tab, "#said").to_be_hidden()
+    assert tab.evaluate(width) == 390
+    tab.click("#watch")
+    expecting(tab, "#said").to_be_visible()

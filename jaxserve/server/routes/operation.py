@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -19,6 +20,7 @@ from jaxserve import __version__
 from jaxserve.server.backend import Status
 from jaxserve.server.errors import failed
 from jaxserve.server.events import json_response
+from jaxserve.server.guard import PAGE_PATH
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.routes.common import Here, documented
 from jaxserve.server.schema import Reply
@@ -28,17 +30,20 @@ router = APIRouter()
 
 _HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-PATHS = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
 }
 
 
@@ -97,17 +102,26 @@ async def metrics(backend: Here) -> Response:
 
 
 @cache
-def _read(name: str) -> bytes:
-    return (files("jaxserve.server") / "page" / name).read_bytes()
+def _page_files() -> dict[str, bytes]:
+    """Return the files of the page, by their paths below its folder."""
+    folder = Path(__file__).parents[1] / "page"
+    found = (path for path in folder.rglob("*") if path.suffix in _TYPES)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 @router.get("/", include_in_schema=False)
-@router.get("/page.css", include_in_schema=False)
-@router.get("/page.js", include_in_schema=False)
-async def page(http: Request) -> Response:
+async def index() -> Response:
+    """Return the page."""
+    return await page_file("index.html")
+
+
+@router.get(PAGE_PATH + "{name:path}", include_in_schema=False)
+async def page_file(name: str) -> Response:
     """Return a file of the page."""
-    name, media_type = PATHS[http.url.path]
-    return Response(_read(name), media_type=media_type, headers=_HEADERS)
+    content = _page_files().get(name)
+    if content is None:
+        raise HTTPException(404)
+    return Response(content, media_type=_TYPES[Path(name).suffix], headers=_HEADERS)
 
 
 @router.get("/docs", include_in_schema=False)
