@@ -19,17 +19,10 @@ FIRST = ("README.md", "docs/own_model.md")
 UNTRIED = {
     f"docs/{name}.md"
     for name in (
-        "batch_invariance",
-        "conversations_cache",
         "disaggregated_prefill",
-        "encoder_decoder",
-        "kernels",
         "latency_bounds",
         "predictor",
-        "recurrent_layers",
         "replicas",
-        "s3",
-        "structured_output",
         "testing",
     )
 }
