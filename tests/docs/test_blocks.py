@@ -23,7 +23,6 @@ UNTRIED = {
         "latency_bounds",
         "predictor",
         "replicas",
-        "testing",
     )
 }
 WITH_PYTHON = [
