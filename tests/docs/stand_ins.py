@@ -63,7 +63,7 @@ def _variant(folder: Path, name: str) -> None:
 
 
 def _t5(folder: Path) -> None:
-    sizes = t5_checkpoints._SIZES | {"vocab_size": 260}
+    sizes = t5_checkpoints.SIZES | {"vocab_size": 260}
     _model(folder, "T5Config", "AutoModelForSeq2SeqLM", **sizes)
 
 

@@ -12,7 +12,7 @@ import transformers
 VOCAB_SIZE = 101
 END = 1
 
-_SIZES = dict(
+SIZES = dict(
     vocab_size=VOCAB_SIZE,
     d_model=48,
     d_kv=16,  # not d_model / num_heads
@@ -35,7 +35,7 @@ _SPREADS = {
     "Attention": 0.6,
 }
 
-# Variant -> (config class, fields beside _SIZES, whether the head has weights of its own).
+# Variant -> (config class, fields beside SIZES, whether the head has weights of its own).
 VARIANTS = {
     "t5": ("T5Config", {}, False),
     "t5_v1_1": (
@@ -56,7 +56,7 @@ def write_checkpoint(variant: str, folder: Path, seed: int = 7):
     """Write a random checkpoint of `variant` to `folder`; return the model, read back."""
     config_class, fields, has_head = VARIANTS[variant]
     torch.manual_seed(seed)
-    config = getattr(transformers, config_class)(**{**_SIZES, **fields})
+    config = getattr(transformers, config_class)(**{**SIZES, **fields})
     kind = getattr(transformers, config_class.replace("Config", "ForConditionalGeneration"))
     model = kind(config)
     if has_head:
