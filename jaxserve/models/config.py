@@ -473,6 +473,12 @@ def kinds_by_name(
 
 def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
     """Raise InvalidConfigError if `mesh` does not divide the model, naming sizes that would."""
+    tensor = mesh.shape.get("tensor", 1)
+    if config.num_recurrent_layers and tensor > 1:
+        raise InvalidConfigError(
+            f"tensor={tensor} for a model with recurrent layers: their states are on one device; "
+            "omit mesh, or pass one with a data axis alone"
+        )
     try:
         check_tensor_axis(
             mesh,
