@@ -75,6 +75,7 @@ def pytest_report_header() -> str:
 
 # Files that take a minute or more run first, so that no worker has one of them left at the end.
 LONG = (
+    "test_families.py",
     "test_notebooks.py",
     "test_processes.py",
     "test_fleet.py",
