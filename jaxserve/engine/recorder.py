@@ -6,7 +6,7 @@ import itertools
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, final
@@ -230,6 +230,16 @@ class StepRecord:
     collected_s: float | None = None
     replica: int = 0
     group: int = 0
+
+
+def over_replicas(steps: Sequence[StepRecord], value: Callable[[StepRecord], int]) -> list[int]:
+    """Return, for each step, the sum of its value and the other replicas' latest values."""
+    latest: dict[int, int] = {}
+    sums = []
+    for step in steps:
+        latest[step.replica] = value(step)
+        sums.append(sum(latest.values()))
+    return sums
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -13,19 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jaxserve.core.metrics import spread
-from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.engine.recorder import RequestRecord, StepRecord, over_replicas
 from jaxserve.memory.page_cache import Tier
 from jaxserve.report.style import BLUE, GREEN, INK, OCHRE, ORANGE, STYLE
-
-
-def over_replicas(steps: Sequence[StepRecord], value: Callable[[StepRecord], int]) -> list[int]:
-    """Return, for each step, the sum of its value and the other replicas' latest values."""
-    latest: dict[int, int] = {}
-    sums = []
-    for step in steps:
-        latest[step.replica] = value(step)
-        sums.append(sum(latest.values()))
-    return sums
 
 
 class Recorded(Protocol):

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.metrics import OUTCOMES, BoundOutcome, spread
-from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.engine.recorder import RequestRecord, StepRecord, over_replicas
 from jaxserve.kernels.dispatch import Choice
-from jaxserve.report.picture import over_replicas
 from jaxserve.report.trace import trace_events
 
 if TYPE_CHECKING:
