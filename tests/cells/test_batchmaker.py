@@ -21,7 +21,7 @@ from jaxserve.cells.simulation import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
 from tests.cells.reference import Reference
-from tests.common.tiers import some
+from tests.common.tiers import examples, some
 
 pytestmark = pytest.mark.fast
 
@@ -73,6 +73,7 @@ def forked_chains(cells: tuple[SimulatedCell, ...], lengths: list[int]) -> Graph
 
 
 # 250 times at least 8 graphs, in each of the tests.
+@examples(10, 250)
 @given(st.data())
 def test_every_request_ends_once_under_random_loads(data: st.DataObject):
     """Nodes run once, after their dependencies, in tasks of one type and size; then all is free.
@@ -137,8 +138,11 @@ def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes)
     assert [step.num_rows for step in engine.recorder.records.steps] == sizes
 
 
-@pytest.mark.parametrize("num_workers", some([1, 2, 3], 0, 1))
-@pytest.mark.parametrize("has_loops", [True, False])
+@pytest.mark.parametrize(
+    ("has_loops", "num_workers"),
+    some([(True, 2), (False, 1), (True, 1), (True, 3), (False, 2), (False, 3)], 0, 1),
+)
+@examples(10, 250)
 @given(st.data())
 def test_it_decides_as_algorithm_1_does(has_loops: bool, num_workers: int, data: st.DataObject):
     """Its tasks are those of the algorithm node by node, also under cancellations.

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+RELEASE_EXAMPLES = 250
 settings.register_profile("test", max_examples=20, deadline=None)
-settings.register_profile("release", max_examples=250, deadline=None)
+settings.register_profile("release", max_examples=RELEASE_EXAMPLES, deadline=None)
 
 
 def some(values: Iterable[Any], *kept: int, are_tuples: bool = False) -> list[Any]:
@@ -38,10 +39,11 @@ def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seeds", some(ranges), ids=lambda r: f"{r.start}-{r.stop}")
 
 
-def examples(share: float) -> settings:
-    """Draw this share of a profile's examples, always the same: for tests that compile each one."""
-    most = settings.default.max_examples
-    return settings(max_examples=round(share * most), deadline=None, derandomize=True)
+def examples(num: int, num_in_release: int) -> settings:
+    """Draw so many examples, always the same: for tests that compile each one, or write files."""
+    is_release = settings.default.max_examples == RELEASE_EXAMPLES
+    most = num_in_release if is_release else num
+    return settings(max_examples=most, deadline=None, derandomize=True)
 
 
 def _in_release(value: Any) -> Any:

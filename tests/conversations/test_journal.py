@@ -25,6 +25,7 @@ from jaxserve.core.errors import (
     UnknownConversationError,
 )
 from jaxserve.core.options import JournalLimits
+from tests.common.tiers import some
 from tests.conversations.fakes import Connections
 
 pytestmark = pytest.mark.fast
@@ -87,7 +88,7 @@ def test_a_commit_waits_for_the_disk(tmp_path):
     db.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_nothing_of_a_deleted_conversation_stays(tmp_path, seed):
     """No words and no ids remain in any file, wherever SQLite had moved them."""
     rng = random.Random(seed)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import TurnCancelledError
+from tests.common.tiers import examples
 from tests.conversations.fakes import END_ID, FakeTurnClient, conversations
 
 pytestmark = pytest.mark.fast
@@ -27,6 +28,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@examples(8, 250)
 @given(st.lists(OPERATIONS, max_size=14), st.booleans())
 def test_conversations_are_lists_of_tokens(operations, is_on_disk):
     """Each conversation has its prompts and answers after any sequence of operations."""

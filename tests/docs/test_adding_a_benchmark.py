@@ -48,6 +48,7 @@ def test_the_example_is_one_short_file_and_one_entry():
     assert all(not line.startswith("-") for line in entry.text.splitlines())
 
 
+@pytest.mark.release
 def test_the_example_measures_and_is_shown(tmp_path: Path):
     """A run gives a whole result, and the page shows it with a link to its file."""
     page = run_with(package_with("adding_a_benchmark.md", tmp_path), PROGRAM)

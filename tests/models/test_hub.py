@@ -143,6 +143,7 @@ def test_an_interrupted_download_goes_on(hub: HubServer, tmp_path: Path):
         assert weights.read_bytes() == content
 
 
+@pytest.mark.release
 def test_the_command_line_serves_a_name(hub: HubServer, tmp_path: Path):
     """`jaxserve generate --model org/name` answers; with random weights it reads no others."""
     command = ("-m", "jaxserve", "generate", "--model", "org/tiny", "--load", "random")

@@ -32,7 +32,7 @@ def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Arra
     return jnp.asarray(x), jnp.asarray(weight)
 
 
-@examples(0.4)
+@examples(3, 100)
 @given(
     rows=ROWS,
     depth=DEPTHS,

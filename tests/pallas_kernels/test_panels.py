@@ -42,7 +42,7 @@ def _by_kernel(
     return np.asarray(panels.call(target, jnp.asarray(x), own, columns=weight.shape[1]))
 
 
-@examples(0.4)
+@examples(3, 100)
 @given(rows=ROWS, depth=DEPTHS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_agrees_with_float64(rows, depth, width, instructions):
     """Any rows, depth and width agree, on each instruction set and in XLA."""

@@ -84,7 +84,7 @@ def test_matrix_instructions_change_no_bit(format):
     assert np.isnan(got[3]).all() and not got[5].any()
 
 
-@examples(0.4)
+@examples(3, 100)
 @given(
     rows=ROWS,
     depth=DEPTHS,

@@ -59,7 +59,7 @@ def _wanted(x, packed, format: str) -> np.ndarray:
     return np.asarray(x, np.float64) @ numbers.T
 
 
-@examples(0.4)
+@examples(3, 100)
 @given(
     tokens=TOKENS,
     depth=DEPTHS,

@@ -13,7 +13,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
-from tests.common.tiers import seeds
+from tests.common.tiers import examples, seeds
 
 PAGE = 4
 WEIGHT = 4.0
@@ -126,6 +126,7 @@ def test_memory_is_bounded(seeds, max_pages):
     assert two.route(long[:1], 0) == home, "the first page is remembered"
 
 
+@examples(8, 250)
 @given(st.data())
 def test_no_replica_is_ahead_by_more_than_what_it_has_cached(data):
     """The chosen replica's lead over the least work is at most what its cached tokens justify.
