@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve import __version__
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
-from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
+from jaxserve.server.errors import Kind, RefusedError, invalid, kind_of, response_of
 from jaxserve.server.events import ClientGoneError
 from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
 from jaxserve.server.options import is_loopback
@@ -29,6 +29,7 @@ from jaxserve.server.routes import (
     chat,
     completions,
     conversations,
+    messages,
     models,
     operation,
     pooling,
@@ -92,8 +93,8 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
         },
     )
     for routes in (
-        *(chat, completions, responses, pooling, tokens, conversations, models),
-        operation,
+        *(chat, completions, responses, messages, pooling, tokens, conversations),
+        *(models, operation),
     ):
         app.include_router(routes.router)
     return app
@@ -115,46 +116,40 @@ def _tracing(traces: TracerProvider, model: str) -> Middleware:
     return Middleware(Tracing, traces, model)
 
 
-def _response(error: JaxserveError) -> Response:
-    return JSONResponse(
-        body_of(error), status_code=kind_of(error).status, headers=headers_of(error)
-    )
-
-
 async def _answer_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, JaxserveError)
     http.app.backend.fail_if_over(error)
     if kind_of(error).status == 500:
         _log.error("a request failed", exc_info=error)
-    return _response(error)
+    return response_of(error, http.url.path)
 
 
 async def _answer_bad_body(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # A page of another site can send other types without the browser asking this server.
-    if "json" not in http.headers.get("content-type", ""):
-        return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
+    is_json = "json" in http.headers.get("content-type", "")
+    told = "the body is not JSON; send 'content-type: application/json'"
+    return response_of(_bad_body(error) if is_json else invalid(told), http.url.path)
+
+
+def _bad_body(error: RequestValidationError) -> RefusedError:
     first = max(error.errors(), key=_nearness)
     if first["type"] == "json_invalid":
         at = first["loc"][-1]
-        return _response(
-            invalid(f"the body is not JSON: {first['ctx']['error']}, at character {at}")
-        )
+        return invalid(f"the body is not JSON: {first['ctx']['error']}, at character {at}")
     is_in_body = first["loc"][0] == "body"
     where = _path(first["loc"][1:], error.body) if is_in_body else map(str, first["loc"][1:])
     field = ".".join(where)
     if first["type"] in ("extra_forbidden", "none_required"):
-        return _response(
-            invalid(f"the field {field} is not supported by this server; leave it out", field)
-        )
+        return invalid(f"the field {field} is not supported by this server; leave it out", field)
     if error.body is None and not field:
-        return _response(invalid("the body is empty; send a JSON object"))
+        return invalid("the body is empty; send a JSON object")
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"]
-        return _response(invalid(f"{field} has to be {expected} on this server", field))
+        return invalid(f"{field} has to be {expected} on this server", field)
     given = first["input"]
     shown = f", and it is {given!r:.40}" if isinstance(given, int | float) else ""
-    return _response(invalid(f"{field or 'the body'}: {first['msg']}{shown}", field or None))
+    return invalid(f"{field or 'the body'}: {first['msg']}{shown}", field or None)
 
 
 def _nearness(error: Mapping[str, Any]) -> tuple[int, bool, bool]:
@@ -191,7 +186,7 @@ async def _answer_http_error(http: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = Headers(error.headers).get("allow", "another method")
         said = f"{path} does not take {http.method}; send {allowed}"
-    response = _response(RefusedError(said, kind))
+    response = response_of(RefusedError(said, kind), path)
     response.headers.update(error.headers or {})
     return response
 
@@ -200,6 +195,7 @@ async def _answer_gone_client(_: Request, __: Exception) -> Response:
     return Response(status_code=_CLIENT_GONE)
 
 
-async def _answer_defect(_: Request, error: Exception) -> Response:
+async def _answer_defect(http: Request, error: Exception) -> Response:
     _log.error("a request failed", exc_info=error)
-    return _response(JaxserveError("the server failed; its log says why"))
+    told = JaxserveError("the server failed; its log says why")
+    return response_of(told, http.url.path)

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from starlette.responses import JSONResponse
+
 from jaxserve.core import errors
 from jaxserve.core.errors import JaxserveError
-from jaxserve.server.schema import ErrorDetail, ErrorReply
+from jaxserve.server.schema import (
+    ErrorDetail,
+    ErrorReply,
+    MessagesErrorDetail,
+    MessagesErrorReply,
+)
 
 
 @final
@@ -31,6 +38,20 @@ class Kind:
 # Seconds after which a client that was one of too many may retry, if no estimate is known.
 _RETRY_S = 1.0
 _INVALID = "invalid_request_error"
+# Path of the endpoints whose errors have the form of Anthropic's API, and its types of errors.
+MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _SERVER = "server_error"
 
 # The entry of the nearest base class counts.
@@ -114,7 +135,7 @@ def unknown_model(given: str, served: str) -> RefusedError:
 def bad_key() -> RefusedError:
     return RefusedError(
         "the API key is missing or wrong; send one of the server's keys as 'Authorization: Bearer "
-        "KEY'",
+        "KEY' or 'x-api-key: KEY'",
         Kind(401, "authentication_error", "invalid_api_key"),
     )
 
@@ -163,8 +184,23 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, JaxserveError) and kind_of(error).status < 500
 
 
-def body_of(error: JaxserveError) -> dict[str, Any]:
+def response_of(error: JaxserveError, path: str) -> JSONResponse:
+    """Return the answer to a request of this path."""
+    return JSONResponse(
+        body_of(error, path), status_code=kind_of(error).status, headers=headers_of(error)
+    )
+
+
+def body_of(error: JaxserveError, path: str) -> dict[str, Any]:
+    """Return the body, in the form of the API that the path belongs to."""
     kind = kind_of(error)
+    if path.startswith(MESSAGES_PATH):
+        return MessagesErrorReply(
+            error=MessagesErrorDetail(
+                type=_MESSAGES_TYPES.get(kind.status, "invalid_request_error"),
+                message=_unicode(str(error)),
+            )
+        ).model_dump()
     param = error.param if isinstance(error, RefusedError) else None
     detail = ErrorDetail(
         message=_unicode(str(error)),

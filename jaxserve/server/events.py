@@ -197,7 +197,7 @@ class EventStream(EventSourceResponse):
     """A stream of events, whose status is sent with the first event.
 
     An error before the first event has its own status. A later error is the last event, in the
-    format that OpenAI's clients raise. When the client closes the connection, the generator of
+    form that clients of the API raise. When the client closes the connection, the generator of
     pieces is closed.
 
     Args:
@@ -206,6 +206,7 @@ class EventStream(EventSourceResponse):
         generator began.
       last: event after the last one.
       error_event: type of an error's event; none by default.
+      waiting: what is sent for an empty group.
     """
 
     def __init__(
@@ -215,12 +216,14 @@ class EventStream(EventSourceResponse):
         close: Callable[[], None],
         last: bytes = b"data: [DONE]\n\n",
         error_event: str | None = None,
+        waiting: bytes = _WAITING,
     ):
         self._groups = groups
         self._events = events
         self._close = close
         self._last = last
         self._error_event = error_event
+        self._waiting = waiting
         self._has_begun = False
         super().__init__((), headers=_HEADERS)
 
@@ -228,18 +231,18 @@ class EventStream(EventSourceResponse):
         try:
             async with aclosing(self._groups):
                 # Starlette does the same with one more task per stream.
-                await unless_gone(receive, self._run(send))
+                await unless_gone(receive, self._run(send, scope["path"]))
         except ClientGoneError:
             if not self._has_begun:
                 raise
         finally:
             self._close()
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, send: Send, path: str) -> None:
         try:
             async for group in self._groups:
                 body = b"" if self._has_begun else await self._start(send)
-                body += self._events.of(group) if group else _WAITING
+                body += self._events.of(group) if group else self._waiting
                 if body:
                     await self._send(send, body)
             rest = b"" if self._has_begun else await self._start(send)
@@ -247,12 +250,12 @@ class EventStream(EventSourceResponse):
         except JaxserveError as error:
             if not self._has_begun:
                 raise
-            rest = self._failure(error)
+            rest = self._failure(error, path)
         except Exception:
             if not self._has_begun:
                 raise
             _log.exception("a stream failed")
-            rest = self._failure(JaxserveError("the server failed; its log says why"))
+            rest = self._failure(JaxserveError("the server failed; its log says why"), path)
         await self._send(send, rest, is_last=True)
 
     async def _start(self, send: Send) -> bytes:
@@ -269,7 +272,7 @@ class EventStream(EventSourceResponse):
     async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
-    def _failure(self, error: JaxserveError) -> bytes:
+    def _failure(self, error: JaxserveError, path: str) -> bytes:
         """Return the event of an error after the status was sent; its span records the error."""
         trace_here().failed(error)
-        return format_sse_event(event=self._error_event, data_str=json.dumps(body_of(error)))
+        return format_sse_event(event=self._error_event, data_str=json.dumps(body_of(error, path)))

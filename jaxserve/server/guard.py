@@ -15,10 +15,9 @@ from contextvars import ContextVar
 from typing import Any, TextIO, final
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.errors import Kind, RefusedError, bad_key, body_of, headers_of, kind_of
+from jaxserve.server.errors import Kind, RefusedError, bad_key, response_of
 from jaxserve.server.options import ServerOptions
 
 # Paths of health checks, which the access log leaves out.
@@ -60,16 +59,18 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            if not self._is_known(Headers(scope=scope).get("authorization", "")):
+            if not self._is_known(Headers(scope=scope)):
                 await _refuse(bad_key(), scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _is_known(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
+    def _is_known(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 def _is_open(path: str) -> bool:
@@ -244,7 +245,4 @@ def _is_id(given: str) -> bool:
 
 
 async def _refuse(error: RefusedError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(
-        body_of(error), status_code=kind_of(error).status, headers=headers_of(error)
-    )
-    await response(scope, receive, send)
+    await response_of(error, scope["path"])(scope, receive, send)

@@ -126,6 +126,20 @@ class ErrorReply(Reply):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(Reply):
+    """An error in the format of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorReply(Reply):
+    """The same of an answer in the form of Anthropic's API."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+
+
 class StreamOptions(Strict):
     """Options of a streamed answer."""
 
@@ -345,7 +359,7 @@ class Function(Strict):
     Where a call is demanded, the schema is enforced with and without `strict`.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None

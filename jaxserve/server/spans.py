@@ -18,6 +18,7 @@ from jaxserve.server.tracing import RequestTrace, current
 # `gen_ai.operation.name` of the endpoints that generate.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/inference/v1/generate": "text_completion",

@@ -20,6 +20,7 @@ from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, headers_of, kind_of
 from jaxserve.server.routes.chat import ChatRequest
 from jaxserve.server.routes.completions import CompletionRequest
+from jaxserve.server.routes.messages import MessagesRequest
 from jaxserve.server.routes.responses import ResponseRequest
 from jaxserve.server.routes.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
@@ -175,6 +176,8 @@ _MANY: dict[str, Any] = {str(number): 1 for number in range(10_000)}
         (ChatRequest, {"messages": CHAT, "stop": [1] * 10_000}),
         (ChatRequest, {"messages": CHAT, "guided_choice": [1] * 10_000}),
         (ChatRequest, {"messages": CHAT, "structured_outputs": {"choice": [1] * 10_000}}),
+        (MessagesRequest, {"messages": [1] * 10_000, "max_tokens": 1}),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [1] * 10_000}]}),
         (ResponseRequest, {"input": [1] * 10_000}),
         (ResponseRequest, {"input": [{"role": "user", "content": [1] * 10_000}]}),
         (

@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4, "top_p": 0.5},
     "/v1/completions": {"prompt": ["a", "bc"], "max_tokens": 4, "top_p": 0.5, "stop": ["zzz"]},
     "/v1/responses": {"input": "a", "max_output_tokens": 4, "top_p": 0.5},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 4, "top_p": 0.5},
     "/inference/v1/generate": {
         "token_ids": [1],
         "sampling_params": {"max_tokens": 4, "top_p": 0.5},
@@ -69,7 +70,8 @@ def test_a_request_has_a_span(served: Any, path: str, stream: bool):
     span = _span(exporter)
     assert f"{span.context.trace_id:032x}" == trace
     assert f"{span.parent.span_id:016x}" == parent
-    operation = "chat" if path in ("/v1/chat/completions", "/v1/responses") else "text_completion"
+    chats = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    operation = "chat" if path in chats else "text_completion"
     assert (span.name, span.kind) == (f"{operation} {NAME}", SpanKind.SERVER)
     found = dict(span.attributes)
     num_prompts = 2 if path == "/v1/completions" else 1

@@ -16,7 +16,7 @@ from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
 from jaxserve.server.options import LATENCY_HEADER, LatencyClass
-from jaxserve.server.schema import ErrorReply
+from jaxserve.server.schema import ErrorReply, Reply
 
 _MEANINGS = {
     400: "The request cannot be served as given.",
@@ -46,10 +46,12 @@ READING = (400, 401, 404, 408, 413, 503)
 ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 501, 503, 504)
 
 
-def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
+def documented(
+    *statuses: int, stream: bool = False, error: type[Reply] = ErrorReply
+) -> dict[int | str, dict[str, Any]]:
     """Return the documentation of an endpoint's errors, with the common ones, and of its events."""
     found: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply, "description": _MEANINGS[status]}
+        status: {"model": error, "description": _MEANINGS[status]}
         for status in (*statuses, *_EVERYWHERE)
     }
     if stream:
