@@ -31,7 +31,12 @@ _ENVIRONMENT = {
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT": "as everywhere for the Hugging Face Hub",
     "XLA_FLAGS, CUDA_VISIBLE_DEVICES": "as everywhere for JAX",
     "CXX": "the C++ compiler of the kernels for CPUs; by default `c++`, `g++` or `clang++`",
+    "PALLAS_KERNELS_CACHE": "folder of compiled kernels for CPUs; `$JAXSERVE_CACHE/kernels`",
     "JAXSERVE_JOURNAL": "file of `--journal`, which keeps conversations",
+    "XDG_DATA_HOME": "`jaxserve/conversations.sqlite` in it is the journal without "
+    "`JAXSERVE_JOURNAL`; `~/.local/share`",
+    "XDG_STATE_HOME": "`jaxserve/chat_history` in it has the lines of `jaxserve chat`; "
+    "`~/.local/state`",
 }
 
 

@@ -139,6 +139,10 @@ class Conversation:
         if self._entry is not None:
             self._load()
 
+    def __repr__(self) -> str:
+        """Return the id and the numbers of kept turns and their tokens."""
+        return f"Conversation({self.id!r}, {len(self.turns)} turns, {len(self.token_ids)} tokens)"
+
     @property
     def history(self) -> list[Message]:
         """All messages of kept turns, and those that the conversation began with."""

@@ -43,6 +43,10 @@ class Pending(Generic[_C]):
         self.future = future
         self._cancel = cancel
 
+    def __repr__(self) -> str:
+        """Return the id, and whether the request has ended."""
+        return f"Pending({self.request_id!r}, {'ended' if self.future.done() else 'running'})"
+
     @classmethod
     def ended(cls, completion: _C) -> Pending[_C]:
         future: Future[_C] = Future()

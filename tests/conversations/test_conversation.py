@@ -72,6 +72,7 @@ def test_token_ids_go_on_as_they_are():
     first = chat.send([1, 2, 3])
     second = chat.send([4])
     assert second.prompt_token_ids == (1, 2, 3, *first.token_ids, 4)
+    assert repr(chat) == f"Conversation({chat.id!r}, 2 turns, {len(chat.token_ids)} tokens)"
     with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
         home.open().send("hi")
     tokenizer = chat_tokenizer()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from jaxserve.core.errors import EmptyPromptError, InvalidRequestError
 from jaxserve.core.request import Completion, Request, Sample, Timing, check_messages
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.pending import Pending
 
 pytestmark = pytest.mark.fast
 
@@ -22,6 +25,8 @@ def test_reprs_are_short_and_tell():
     answer = Completion(request_id="a", prompt_token_ids=(1, 2), samples=(sample,), timing=timing)
     assert "1000 tokens, 'stop'" in repr(sample) and len(repr(sample)) < 120
     assert repr(answer) == f"Completion('a', 2 prompt tokens, {sample!r}, 0.25 s)"
+    assert repr(Pending.ended(answer)) == "Pending('a', ended)"
+    assert repr(Pending("b", Future(), print)) == "Pending('b', running)"
     error = EmptyPromptError("no tokens")
     failed = Completion(
         request_id="b", prompt_token_ids=(), samples=(sample,), timing=timing, error=error
