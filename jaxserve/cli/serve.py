@@ -110,6 +110,10 @@ def serve(
             "Their largest rank; by default that of --adapter, or 16 without any.",
         ),
     ] = None,
+    strict_fields: Annotated[
+        bool,
+        _server("--strict-fields", "Refuse fields of requests that have no effect here."),
+    ] = False,
     metrics_prefix: Annotated[
         str, _server("--metrics-prefix", 'First part of metrics\' names; "vllm" is usual too.')
     ] = "jaxserve",
@@ -162,6 +166,7 @@ def serve(
             drain_timeout_s=drain_timeout or None,
             latency_classes=server.parse_latency_classes(latency_class or ()),
             adapter_folder=adapter_folder,
+            strict_fields=strict_fields,
             metrics_prefix=metrics_prefix,
             log_requests=log_requests,
             log_prompts=log_prompts,

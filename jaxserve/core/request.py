@@ -298,6 +298,7 @@ class Completion:
     Attributes:
       predicted_tokens: predicted mean length of each sample, at most `params.max_tokens`;
         None without a predictor.
+      num_cached_tokens: tokens of the prompt whose KV the first sample found in the prefix cache.
       pooled: float32 [width] of a request that `pools`: the pooled hidden state, neither normalised
         nor cut, or the logits of the model's labels. None for other requests.
     """
@@ -309,6 +310,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     conversation_id: str | None = None
     predicted_tokens: int | None = None
+    num_cached_tokens: int = 0
     pooled: np.ndarray | None = field(default=None, compare=False)
     error: JaxserveError | None = field(default=None, compare=False)
 

@@ -138,6 +138,7 @@ class Piece:
       estimate: the expected length of the sample when it is new: with the first piece, and after a
         probe has changed it.
       weights_version: of the weights that computed the tokens.
+      num_cached_tokens: tokens of the prompt whose KV the sample found in the prefix cache.
     """
 
     text: str
@@ -147,6 +148,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] | None = None
     estimate: LengthEstimate | None = None
     weights_version: int = 0
+    num_cached_tokens: int = 0
 
 
 PieceSink = Callable[[Piece], None]
@@ -365,6 +367,7 @@ class Answer:
                     logprobs=self._logprobs(sequence, len(new)),
                     estimate=estimate,
                     weights_version=self._versions[i].newest,
+                    num_cached_tokens=sequence.kv.num_found,
                 )
             )
 
@@ -397,6 +400,7 @@ class Answer:
             else None,
             conversation_id=self.request.conversation_id,
             predicted_tokens=_predicted_tokens(self.request),
+            num_cached_tokens=first.kv.num_found,
             pooled=None if first.pooled is None else first.pooled.mean,
             error=next((s.error for s in self.sequences if s.error is not None), None),
         )

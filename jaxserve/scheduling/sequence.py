@@ -73,6 +73,7 @@ class SequenceKV:
       num_dropped: tokens whose KV was dropped at the last preemption.
       num_outgrown: how often the sequence used up its reservation.
       num_cached: leading pages that are in the prefix cache.
+      num_found: tokens of the prompt that were cached when the sequence was first admitted.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
@@ -91,6 +92,7 @@ class SequenceKV:
     keys: PageKeys = field(default_factory=PageKeys)
     branch: Branch | None = None
     num_cached: int = 0
+    num_found: int = 0
     unnamed: list[CachedPage] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
     window: Window | None = None

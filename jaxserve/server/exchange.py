@@ -257,6 +257,9 @@ class Exchange:
         if self._is_closed or piece.finish_reason in _FAILED:  # `_finish` has the error
             return
         if piece.token_ids and index in self._open:
+            if not self._open[index].has_begun:
+                self._backend.metrics.prompted(len(self.jobs[index].prompt))
+            self._backend.metrics.generated(len(piece.token_ids))
             self._backend.has_token(self._open[index])
             self._note_gap(index, piece)
             if piece.estimate is not None:
@@ -266,8 +269,11 @@ class Exchange:
 
     def _finish(self, index: int, future: Future[Completion]) -> None:
         if index in self._open:
-            self._backend.end(self._open.pop(index))
+            counted = self._open.pop(index)
+            self._backend.end(counted)
             completion = future.result()
+            if not counted.has_begun and completion.finish_reason not in _FAILED:  # such as one that pools
+                self._backend.metrics.prompted(len(completion.prompt_token_ids))
             self._backend.metrics.ended(completion, self.jobs[index].params)
             for i, sample in enumerate(completion.samples):
                 self._backend.metrics.predicted(self._estimates.get((index, i)), sample)

@@ -74,8 +74,8 @@ class Metrics:
 
         self._running = make(Gauge, "num_requests_running", "Requests that have a token.")
         self._waiting = make(Gauge, "num_requests_waiting", "Requests without a token yet.")
-        self._prompt = make(Counter, "prompt_tokens", "Tokens of prompts of ended requests.")
-        self._output = make(Counter, "generation_tokens", "Tokens of answers of ended requests.")
+        self._prompt = make(Counter, "prompt_tokens", "Tokens of prompts that are computed.")
+        self._output = make(Counter, "generation_tokens", "Tokens of answers, by step.")
         self._first_s = seconds("time_to_first_token", "From arrival to the first token.", _FIRST_S)
         self._gap_s = seconds("inter_token_latency", "Between tokens of an answer.", _TOKEN_S)
         self._each_s = seconds(
@@ -139,6 +139,14 @@ class Metrics:
         self._waiting.set(num_waiting)
         self._running.set(num_running)
 
+    def prompted(self, num_tokens: int) -> None:
+        """Count the tokens of a prompt, once: with its answer's first token, or at the end."""
+        self._prompt.inc(num_tokens)
+
+    def generated(self, num_tokens: int) -> None:
+        """Count what a step has added to an answer, which may be aborted later."""
+        self._output.inc(num_tokens)
+
     def between_tokens(self, seconds: float, num_tokens: int) -> None:
         """Record the time in which a step generated some tokens of an answer."""
         pace_s = seconds / num_tokens
@@ -165,8 +173,6 @@ class Metrics:
             return
         num_prompt = len(completion.prompt_token_ids)
         num_output = sum(len(sample.token_ids) for sample in completion.samples)
-        self._prompt.inc(num_prompt)
-        self._output.inc(num_output)
         self._prompts.observe(num_prompt)
         self._outputs.observe(num_output)
         self._n.observe(params.n)
@@ -189,18 +195,19 @@ class Metrics:
 
     def _observe_times(self, completion: Completion) -> None:
         times = completion.timing
-        if None in (times.admitted_s, times.first_token_s, times.finished_s):
+        if times.first_token_s is None or times.finished_s is None:
             return
-        assert times.admitted_s is not None
-        assert times.first_token_s is not None
-        assert times.finished_s is not None
+        admitted_s = times.admitted_s
+        if admitted_s is None:  # a grammar forced the whole answer, without a step
+            admitted_s = times.first_token_s
         decode_s = times.finished_s - times.first_token_s
         self._first_s.observe(times.first_token_s - times.arrival_s)
         self._latency_s.observe(times.finished_s - times.arrival_s)
-        self._queue_s.observe(times.admitted_s - times.arrival_s)
-        self._prefill_s.observe(times.first_token_s - times.admitted_s)
+        self._queue_s.observe(admitted_s - times.arrival_s)
+        # A grammar forces the first tokens before the prompt is computed.
+        self._prefill_s.observe(max(0.0, times.first_token_s - admitted_s))
         self._decode_s.observe(decode_s)
-        self._inference_s.observe(times.finished_s - times.admitted_s)
+        self._inference_s.observe(times.finished_s - admitted_s)
         most = max(len(sample.token_ids) for sample in completion.samples)
         if most > 1:
             self._each_s.observe(decode_s / (most - 1))

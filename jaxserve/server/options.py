@@ -42,6 +42,7 @@ class ServerOptions:
       latency_classes: for each class that the header `x-latency-class` can name, its bounds by
         their names in `SamplingParams`.
       adapter_folder: folder below which clients may load and drop adapters; None to forbid both.
+      strict_fields: refuse fields of requests that have no effect, rather than ignore them.
       metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
@@ -64,6 +65,7 @@ class ServerOptions:
     drain_timeout_s: float | None = None
     latency_classes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     adapter_folder: Path | None = None
+    strict_fields: bool = False
     metrics_prefix: str = "jaxserve"
     log_requests: bool = True
     log_prompts: bool = False

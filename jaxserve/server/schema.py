@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, final
 
 from pydantic import (
     AfterValidator,
@@ -45,6 +48,8 @@ def _in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 IN_PARTS = WrapValidator(_in_parts)
+# For an empty list, which means the same as none.
+NONE_IF_EMPTY = AfterValidator(lambda given: given or None)
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -86,6 +91,27 @@ def unused() -> Any:
     return Field(None, description="Not supported; null is the same as leaving it out.")
 
 
+@final
+@dataclass(frozen=True)
+class Ignored:
+    """Marks a field of a request that changes no answer, except for values that are `honoured`."""
+
+    honoured: tuple[Any, ...] = ()
+
+    def is_ignored(self, value: Any) -> bool:
+        given = value if isinstance(value, list) else [value]
+        return value is not None and not all(each in self.honoured for each in given)
+
+
+# A field that may have any value, and changes no answer.
+NoEffect = Annotated[Any, Ignored()]
+
+
+def no_effect(description: str) -> Any:
+    """Return a `NoEffect` of a message or a tool, which chat templates do not see."""
+    return Field(None, description=f"Ignored: {description}", exclude=True)
+
+
 class Strict(BaseModel):
     """The body of a request: an unknown field, or a value of another type, is an error."""
 
@@ -105,6 +131,26 @@ class Strict(BaseModel):
         names = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next(name for name in given if name not in names)
         return {name: given[name] for name in (*names & given.keys(), unknown)}
+
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of given fields that change no answer, those of options with a dot."""
+        marks = _marks(type(self))
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            if name in marks and marks[name].is_ignored(value):
+                yield name
+            elif isinstance(value, Strict):
+                yield from (f"{name}.{inner}" for inner in value.ignored())
+
+
+@cache
+def _marks(kind: type[Strict]) -> dict[str, Ignored]:
+    return {
+        name: mark
+        for name, field in kind.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Ignored)
+    }
 
 
 class Reply(BaseModel):
@@ -146,7 +192,18 @@ class StreamOptions(Strict):
     include_usage: bool | None = Field(
         None, description="Send a last chunk with the numbers of tokens."
     )
-    include_obfuscation: Literal[False] | None = Field(None, description="Nothing is padded.")
+    include_obfuscation: Annotated[bool | None, Ignored((False,))] = Field(
+        None, description="Nothing is padded."
+    )
+    continuous_usage_stats: Annotated[bool | None, Ignored((False,))] = Field(
+        None, description="The numbers of tokens come with the last chunk only."
+    )
+
+
+class CachedTokens(Reply):
+    """The tokens of a prompt whose KV was cached."""
+
+    cached_tokens: int
 
 
 class Usage(Reply):
@@ -155,14 +212,16 @@ class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
         """Return the usage with its total."""
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=CachedTokens(cached_tokens=cached_tokens),
         )
 
 
@@ -231,14 +290,31 @@ class Choosing(Strict):
     )
 
 
-class Asking(Choosing):
+class Unheeded(Strict):
+    """Fields of OpenAI's API that change no answer of this server."""
+
+    metadata: NoEffect = None
+    prompt_cache_key: NoEffect = Field(None, description="Prefixes are cached in any case.")
+    prompt_cache_options: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    safety_identifier: str | None = Field(None, description="Written to the access log.")
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,
+        Ignored(("auto", "default")),
+    ] = Field(None, description="There is only one tier, which the answer of a chat names.")
+    store: Annotated[bool | None, Ignored((False,))] = Field(
+        None, description="Answers are not stored."
+    )
+    user: str | None = Field(None, description="Written to the access log.")
+
+
+class Asking(Choosing, Unheeded):
     """The fields of a request that are the same for chats and completions."""
 
     model: str | None = Field(None, description="The name in `/v1/models`; optional.")
     n: int | None = Field(None, ge=1, le=1024, description="Number of samples.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Written to the access log.")
     priority: int | None = Field(
         None,
         ge=-MAX_INT32,
@@ -293,10 +369,11 @@ class CompletionLogprobs(Reply):
 
     def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
         """Return these log-probabilities followed by later ones of the same form."""
-        both = zip(self, others, strict=True)
-        return CompletionLogprobs(
-            **{name: one and [*one, *other] for (name, one), (_, other) in both}
-        )
+        both: dict[str, Any] = {
+            name: None if one is None else [*one, *other]
+            for (name, one), (_, other) in zip(self, others, strict=True)
+        }
+        return CompletionLogprobs(**both)
 
 
 class TextResponseFormat(Strict):
@@ -370,6 +447,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
 
 
 class ResponseTool(Function):
@@ -417,6 +495,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
+    prompt_cache_breakpoint: NoEffect = no_effect("prefixes are cached in any case.")
 
 
 Content = str | Items[TextPart]
@@ -427,6 +507,7 @@ class CalledFunction(Strict):
 
     name: str
     arguments: str
+    parsed_arguments: NoEffect = no_effect("what OpenAI's client reads in `arguments`.")
 
 
 class ToolCall(Strict):
@@ -435,6 +516,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: NoEffect = no_effect("its place, which the list of calls says.")
 
 
 class InstructionMessage(Strict):
@@ -460,9 +542,10 @@ class AssistantMessage(Strict):
     content: Content | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[Items[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[Items[ToolCall], NONE_IF_EMPTY] | None = None
     # Fields that an answer has if OpenAI's client writes all of them.
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: NoEffect = no_effect("where another service found what the content says.")
+    parsed: NoEffect = no_effect("what OpenAI's client reads in `content`.")
     audio: None = unused()
     function_call: None = unused()
 
@@ -542,7 +625,7 @@ def as_template_message(message: Any) -> dict[str, Any]:
 
     The arguments of calls are the text that was sent; see `Tools.prompt`.
     """
-    given = message.model_dump(exclude_none=True, exclude={"annotations"})
+    given = message.model_dump(exclude_none=True)
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if not isinstance(content, str):

@@ -77,6 +77,27 @@ class LogprobFormatter:
         # Number of characters that the decoder returned, and that tokens have as texts.
         self._num_pushed = self._num_shown = offset
 
+    @classmethod
+    def of_echo(
+        cls,
+        tokenizer: Tokenizer,
+        given: str | Sequence[int],
+        token_ids: Sequence[int],
+        scores: Sequence[TokenLogprob | None],
+        num_top: int,
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of a prompt that the answer repeats, control tokens too.
+
+        A prompt of text leaves out the tokens that the tokenizer has put before it.
+        """
+        num_own = len(tokenizer.encode(given, False)) if isinstance(given, str) else len(given)
+        num_hidden = len(token_ids) - num_own
+        hidden = cls(tokenizer, after=())
+        shown = cls(tokenizer, after=(), skip_special_tokens=False)
+        return hidden.of_completion(
+            scores[:num_hidden], token_ids[:num_hidden], num_top
+        ).followed_by(shown.of_completion(scores[num_hidden:], token_ids[num_hidden:], num_top))
+
     def of_chat(self, scores: Iterable[TokenLogprob]) -> Logprobs:
         """Return the log-probabilities of the next tokens of a message."""
         content = []

@@ -43,7 +43,7 @@ class Tools:
         may_be_several: bool | None,
         tokenizer: Tokenizer,
     ):
-        _check(given, choice, may_be_several)
+        _check(given, choice)
         self.is_given = given is not None and choice != "none"
         self._tokenizer = tokenizer
         self._form = format_of(tokenizer.tool_template or tokenizer.chat_template)
@@ -117,13 +117,10 @@ class Tools:
         return Answered(reader, self._schemas, self._max_calls)
 
 
-def _check(
-    given: Sequence[Tool] | None, choice: ToolChoice | None, may_be_several: bool | None
-) -> None:
+def _check(given: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
     if given is None:
-        if choice not in (None, "none") or may_be_several is not None:
-            name = "parallel_tool_calls" if choice in (None, "none") else "tool_choice"
-            raise invalid(f"{name} needs tools", name)
+        if choice not in (None, "auto", "none"):
+            raise invalid("tool_choice needs tools", "tool_choice")
         return
     names = [tool.function.name for tool in given]
     if len(set(names)) < len(names):

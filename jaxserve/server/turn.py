@@ -57,6 +57,7 @@ class TurnExchange:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._estimate: LengthEstimate | None = None
+        self._num_tokens = 0
         self._has_ended = self._is_closed = False
 
     @property
@@ -158,7 +159,12 @@ class TurnExchange:
         else:
             self._backend.metrics.between_tokens(now_s - self._last_s, len(piece.token_ids))
         self._last_s = now_s
+        self._count(len(piece.token_ids))
         self._estimate = self._estimate or piece.estimate
+
+    def _count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._backend.metrics.generated(num_tokens)
 
     def _as_completion(self, tokens: Sequence[int], last: Piece) -> Completion:
         """Return the parts of a streamed turn that metrics count, with the server's times."""
@@ -177,6 +183,8 @@ class TurnExchange:
 
     def _ended(self, open_: CountedRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
+        self._count(len(completion.token_ids) - self._num_tokens)
+        self._backend.metrics.prompted(len(completion.prompt_token_ids))
         self._backend.metrics.ended(completion, self._params)
         self._backend.metrics.predicted(self._estimate, completion.samples[0])
         self._trace.ended(completion)

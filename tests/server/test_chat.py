@@ -45,6 +45,25 @@ def test_usage_is_streamed_only_when_asked_for(ai: openai.OpenAI):
     assert all(chunk.choices and chunk.usage is None for chunk in _greedy(ai, stream=True))
 
 
+def test_cached_tokens_are_told(rt: Runtime, url: str):
+    """Whole pages before the last token of a prompt that came before, streamed or not."""
+    said = [{"role": "user", "content": "what is cached"}]
+    for path, asked, num_prompts in (
+        ("/v1/chat/completions", {"messages": said}, 1),
+        ("/v1/completions", {"prompt": ["is this cached", "and is this one"], "n": 2}, 2),
+    ):
+        body = {**asked, "max_tokens": 2, "seed": 1}
+        first = post(url, path, body).json()["usage"]
+        again = post(url, path, body).json()["usage"]
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        last = events(post(url, path, streamed).text)[-1]["usage"]
+        size = rt.options.page_size
+        cached = num_prompts * ((again["prompt_tokens"] // num_prompts - 1) // size) * size
+        assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert again["prompt_tokens_details"] == {"cached_tokens": cached} and cached
+        assert last == again
+
+
 def test_stop_string_ends_the_answer(ai: openai.OpenAI):
     whole = _greedy(ai).choices[0].message.content
     stop = whole[4:6]

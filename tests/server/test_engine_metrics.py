@@ -6,6 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+from jaxserve import SamplingParams
+from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.runtime import RuntimeStats
 from jaxserve.server.metrics import Metrics
@@ -19,6 +21,24 @@ def _exposed(**changed: Any) -> set[str]:
     stats = RuntimeStats(**{**counters, **changed})
     text = Metrics("tiny", "jaxserve", lambda: stats).exposition().decode()
     return {line.replace('engine="0",model_name="tiny"', "..") for line in text.splitlines()}
+
+
+def test_times_of_forced_answers():
+    """A grammar that forces the whole answer, or its beginning, leaves no time to the prompt."""
+    for admitted_s, waited_s in ((None, 0.5), (2.0, 1.0)):
+        metrics = Metrics("tiny", "jaxserve", lambda: None)
+        sample = Sample(text="abc", token_ids=(1, 2, 3), finish_reason="stop")
+        timing = Timing(arrival_s=1.0, admitted_s=admitted_s, first_token_s=1.5, finished_s=4.0)
+        completion = Completion(
+            request_id="r", prompt_token_ids=(1,), samples=(sample,), timing=timing
+        )
+        metrics.ended(completion, SamplingParams())
+        lines = metrics.exposition().decode().splitlines()
+        found = {line.split("{")[0]: line.split()[-1] for line in lines if line[0] != "#"}
+        assert found["jaxserve:time_to_first_token_seconds_sum"] == "0.5"
+        assert found["jaxserve:request_queue_time_seconds_sum"] == str(waited_s)
+        assert found["jaxserve:request_prefill_time_seconds_sum"] == "0.0"
+        assert found["jaxserve:e2e_request_latency_seconds_count"] == "1.0"
 
 
 def test_speculation_has_the_names_of_vllm():

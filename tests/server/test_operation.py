@@ -28,6 +28,7 @@ from tests.server.serving import (
     client,
     connect,
     metrics,
+    num_open,
     post,
     request_of,
     runtime,
@@ -288,6 +289,19 @@ def test_metrics(slow: Runtime):
     assert found["vllm:prefix_cache_tier_hits_total['device']"] >= 0
     states = ("owned", "reserved", "cached", "free")
     assert sum(found[f"vllm:kv_pages{sorted(['device', state])}"] for state in states) > 0
+
+
+def test_tokens_of_aborted_answers_are_counted(slow: Runtime):
+    """They count by step, as in vLLM, so also where the client leaves."""
+    with server(slow) as url, client(url) as ai:
+        with ai.completions.create(model=NAME, stream=True, **LONG) as pieces:
+            shown = "".join(next(pieces).choices[0].text for _ in range(3))
+        until(lambda: not num_open(url))
+        found = metrics(url)
+    assert found["jaxserve:request_success_total['abort']"] == 1
+    assert found["jaxserve:prompt_tokens_total"] == 1
+    assert len(shown) <= found["jaxserve:generation_tokens_total"] < LONG["max_tokens"]
+    assert found["jaxserve:request_generation_tokens_count"] == 0
 
 
 @pytest.mark.release

@@ -25,7 +25,11 @@ def test_response_is_the_runtimes(rt: Runtime, ai: openai.OpenAI):
     assert answer.output_text == expected.text
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.usage.input_tokens == len(expected.prompt_token_ids)
-    assert answer.usage.input_tokens_details.cached_tokens == 0
+    whole_pages = (answer.usage.input_tokens - 1) // rt.options.page_size
+    cached = whole_pages * rt.options.page_size  # by the runtime's own answer
+    assert answer.usage.input_tokens_details.cached_tokens == cached > 0
+    *_, last = _respond(ai, stream=True)
+    assert last.response.usage.input_tokens_details.cached_tokens == cached
     assert answer.usage.output_tokens_details.reasoning_tokens == 0
     assert (answer.usage.output_tokens, answer.metadata, answer.store) == (9, {"a": "b"}, False)
 
@@ -142,7 +146,6 @@ def test_agents_say_how_to_call_no_tools(ai: openai.OpenAI):
     "fields",
     [
         {"previous_response_id": "resp_1"},
-        {"store": True},
         {"tools": [{"type": "web_search"}]},
         {"tool_choice": "required"},
         {"input": [{"type": "function_call_output", "output": "x"}]},

@@ -64,16 +64,19 @@ def test_tokens_have_the_text_and_its_bytes(make, text):
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 def test_an_echoed_prompt_goes_before(make):
-    """The prompt begins a text, the answer goes on with it, and control tokens add nothing."""
+    """The prompt begins a text, the answer goes on with it, and control tokens add nothing.
+
+    Here the tokenizer has put one before the text of the prompt.
+    """
     tokenizer = make()
+    shown = "the cat"
     prompt = tokenizer.encode("<s>the cat", False)
     answer = [*_tokens(tokenizer, " on 漢"), *tokenizer.encode("</s>", False)[-1:]]
-    shown = tokenizer.decode(prompt)
-    before = LogprobFormatter(tokenizer, after=())
-    after = LogprobFormatter(tokenizer, after=prompt, offset=len(shown))
-    both = before.of_completion([None, *_scores(prompt[1:])], prompt, 0).followed_by(
-        after.of_completion(_scores(answer), answer, 0)
+    before = LogprobFormatter.of_echo(
+        tokenizer, shown, prompt, [None, *_scores(prompt[1:])], num_top=0
     )
+    after = LogprobFormatter(tokenizer, after=prompt, offset=len(shown))
+    both = before.followed_by(after.of_completion(_scores(answer), answer, 0))
     assert both.tokens[0] == "<s>" and both.tokens[-1] == "</s>"
     text = f"{shown} on 漢"
     assert "".join(both.tokens[1:-1]) == text
@@ -85,6 +88,23 @@ def test_an_echoed_prompt_goes_before(make):
     assert (ended.token, ended.bytes) == ("</s>", None)
     shows = LogprobFormatter(tokenizer, skip_special_tokens=False).of_chat(_scores(answer[-1:]))
     assert shows.content[0].bytes == list(b"</s>")
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_an_echoed_prompt_keeps_its_control_tokens(make, as_text: bool):
+    """The joined tokens are the prompt, and offsets its places; vLLM echoes its text, too."""
+    tokenizer = make()
+    text = "the<|user|> cat</s> on"
+    prompt = tokenizer.encode(text, False)
+    given = text if as_text else prompt
+    found = LogprobFormatter.of_echo(tokenizer, given, prompt, [None, *_scores(prompt[1:])], 0)
+    shown = tokenizer.decode(prompt, False)
+    assert "".join(found.tokens) == shown and {"<|user|>", "</s>"} <= set(found.tokens)
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert shown[offset:].startswith(token)
+    if make is byte_level:
+        assert shown == text
 
 
 def test_the_likeliest_tokens_have_entries_of_their_own():

@@ -195,7 +195,6 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
         ),
         ({"skip_special_tokens": True, "tools": TOOLS}, "skip_special_tokens=true and tools"),
         ({"tool_choice": "required"}, "needs tools"),
-        ({"parallel_tool_calls": True}, "needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -439,6 +438,19 @@ def test_calls_and_results_are_a_part_of_the_history(tooled: openai.OpenAI):
     ]
     answer = _ask(tooled, messages=said, tools=TOOLS, max_completion_tokens=5)
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_an_echoed_prompt_has_its_control_tokens(ai: openai.OpenAI):
+    """Whole or streamed, as text or tokens, and the offsets are those of the whole text."""
+    prompts: list[Any] = ["ab<end>c", [64, 65, 256]]
+    asked: Any = {"model": NAME, "echo": True, "temperature": 0}
+    for prompt in prompts:
+        whole = ai.completions.create(prompt=prompt, logprobs=0, max_tokens=0, **asked)
+        choice = whole.choices[0]
+        assert "<end>" in choice.text and choice.text == "".join(choice.logprobs.tokens)
+        assert choice.text[choice.logprobs.text_offset[2] :].startswith("<end>")
+        pieces = ai.completions.create(prompt=prompt, stream=True, max_tokens=1, **asked)
+        assert next(iter(pieces)).choices[0].text == choice.text
 
 
 def test_calls_are_found_without_a_grammar_of_theirs(ai: openai.OpenAI):

@@ -193,6 +193,8 @@ class PrefixCacheManager:
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
             self._count(sequence, len(found), len(came - loaded), len(came))
+            if not sequence.num_preemptions:
+                kv.num_found = len(found) * self._page_size
             kv.branch = self._continue(cached)
             kv.branch.run()
         return list(enumerate(pages))

@@ -28,7 +28,6 @@ from jaxserve.server.events import (
     unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
-from jaxserve.server.guard import note, notes_here
 from jaxserve.server.params import (
     check_streaming,
     constraint_of,
@@ -39,6 +38,7 @@ from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
     InClass,
+    check_fields,
     check_num_samples,
     documented,
     is_short,
@@ -48,6 +48,7 @@ from jaxserve.server.routes.common import (
 )
 from jaxserve.server.schema import (
     MAX_INT32,
+    NONE_IF_EMPTY,
     AnswerMessage,
     Asking,
     ConversationId,
@@ -56,6 +57,7 @@ from jaxserve.server.schema import (
     Items,
     Logprobs,
     Message,
+    NoEffect,
     PromptLogprobs,
     Reply,
     ResponseFormat,
@@ -81,7 +83,7 @@ class ChatRequest(Asking):
         None, ge=1, le=MAX_INT32, description="The former name of max_completion_tokens."
     )
     response_format: ResponseFormat | None = None
-    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=128), NONE_IF_EMPTY] | None = None
     tool_choice: ToolChoice | None = Field(None, description='"auto" by default.')
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
     logprobs: bool | None = None
@@ -92,20 +94,13 @@ class ChatRequest(Asking):
         "new ones only, and the server keeps the history.",
     )
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    service_tier: Literal["auto", "default"] | None = Field(
-        None, description="Both are the only tier that there is, which the answer then names."
-    )
-    store: Literal[False] | None = Field(None, description="Answers are not stored.")
-    safety_identifier: str | None = Field(None, description="Written to the access log.")
+    prediction: NoEffect = Field(None, description="It would only save time.")
+    verbosity: NoEffect = None
     audio: None = unused()
     function_call: None = unused()
     functions: None = unused()
-    metadata: None = unused()
-    prediction: None = unused()
-    prompt_cache_key: None = unused()
-    prompt_cache_retention: None = unused()
+    moderation: None = unused()
     reasoning_effort: None = unused()
-    verbosity: None = unused()
     web_search_options: None = unused()
 
 
@@ -179,7 +174,7 @@ _VLLM = ("structured_outputs", "guided_json", "guided_regex", "guided_grammar", 
 async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Answer a chat."""
     adapter = backend.adapter_of(body.model)
-    note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
+    check_fields(body, backend)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
@@ -286,7 +281,11 @@ class _ChatAnswer:
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=Usage.of(len(prompt), sum(len(s.token_ids) for s in completion.samples)),
+            usage=Usage.of(
+                len(prompt),
+                sum(len(sample.token_ids) for sample in completion.samples),
+                completion.num_cached_tokens,
+            ),
             prompt_logprobs=None
             if completion.prompt_logprobs is None
             else LogprobFormatter(self.tokenizer, after=()).of_prompt(
@@ -334,7 +333,7 @@ class _ChatChunks:
         self._with_ids = bool(answer.body.return_token_ids)
         self._lengths = lengths
         self._begun: set[int] = set()
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
         self._event = ChoiceEvent(self._chunk())
 
     def begin(self) -> bytes:
@@ -350,11 +349,14 @@ class _ChatChunks:
         if not self._with_usage:
             return b""
         num_prompt = len(self._prompt()) if self._prompt else self._num_prompt_tokens()
-        return event_of(self._chunk(usage=Usage.of(num_prompt, self._num_tokens)))
+        usage = Usage.of(num_prompt, self._num_tokens, self._num_cached)
+        return event_of(self._chunk(usage=usage))
 
     def _of(self, piece: Piece) -> bytes:
         self._num_tokens += len(piece.token_ids)
         index, is_first = piece.sample_index, piece.sample_index not in self._begun
+        if not index:
+            self._num_cached = piece.num_cached_tokens
         is_call = False
         is_plain = not (self._answer.tools.is_given or self._with_ids or piece.logprobs)
         if is_plain and (piece.text or not piece.finish_reason):

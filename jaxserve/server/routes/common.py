@@ -15,8 +15,9 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
+from jaxserve.server.guard import note, notes_here
 from jaxserve.server.options import LATENCY_HEADER, LatencyClass
-from jaxserve.server.schema import ErrorReply, Reply
+from jaxserve.server.schema import ErrorReply, Reply, Unheeded
 
 _MEANINGS = {
     400: "The request cannot be served as given.",
@@ -108,6 +109,23 @@ def need_tokenizer(service: Service) -> Tokenizer:
             "this model is served without a tokenizer; send token ids to /inference/v1/generate"
         )
     return service.tokenizer
+
+
+def check_fields(body: Unheeded, backend: Backend) -> None:
+    """Name fields without effect in the access log; refuse them where the server is strict."""
+    names = sorted(body.ignored())
+    if names and backend.options.strict_fields:
+        raise invalid(
+            f"{names[0]} has no effect on this server, which was started to refuse such fields "
+            "(--strict-fields); leave it out",
+            names[0],
+        )
+    note(
+        notes_here(),
+        user=body.user,
+        safety_identifier=body.safety_identifier,
+        ignored=names or None,
+    )
 
 
 def check_num_samples(num_samples: int, backend: Backend) -> None:

@@ -28,7 +28,6 @@ from jaxserve.server.events import (
     unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
-from jaxserve.server.guard import note, notes_here
 from jaxserve.server.params import (
     check_streaming,
     sampling_params,
@@ -37,6 +36,7 @@ from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
     InClass,
+    check_fields,
     check_num_samples,
     documented,
     is_short,
@@ -83,7 +83,7 @@ class CompletionRequest(Asking):
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt before each completion.")
-    best_of: None = unused()
+    best_of: int | None = Field(None, description="The same as `n`: no sample is left out.")
     suffix: None = unused()
 
 
@@ -126,7 +126,7 @@ class CountedCompletionChunk(CompletionReply):
 async def complete(body: CompletionRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Continue one or several prompts."""
     adapter = backend.adapter_of(body.model)
-    note(notes_here(), user=body.user)
+    check_fields(body, backend)
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
     params = own.apply(replace(_params(body), adapter=adapter))
@@ -151,6 +151,12 @@ def _params(body: CompletionRequest) -> SamplingParams:
     if most == 0 and (body.stream or not body.echo):
         raise invalid(
             "max_tokens=0 needs echo=true and stream=false; pass at least 1", "max_tokens"
+        )
+    if body.best_of not in (None, body.n or 1):
+        raise invalid(
+            f"best_of={body.best_of} is not supported by this server, which returns all samples; "
+            "leave it out",
+            "best_of",
         )
     others: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
@@ -210,22 +216,23 @@ class _CompletionAnswer:
         ]
         num_prompt = sum(len(completion.prompt_token_ids) for completion in completions)
         num_output = sum(len(s.token_ids) for c in completions for s in c.samples)
+        num_cached = sum(completion.num_cached_tokens for completion in completions)
         return CompletionReply(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=Usage.of(num_prompt, num_output),
+            usage=Usage.of(num_prompt, num_output, num_cached),
         )
 
     def _choice(self, index: int, completion: Completion, sample: Sample) -> CompletionChoice:
         prompt = completion.prompt_token_ids
-        shown = self.prompt_text(prompt)
+        shown = self.echoed(index)
         with_ids = bool(self.body.return_token_ids)
         return CompletionChoice(
             index=index,
             text=shown + sample.text,
-            logprobs=self._logprobs(completion, sample, len(shown)),
+            logprobs=self._logprobs(index, completion, sample, len(shown)),
             finish_reason=cast(FinishReason, sample.finish_reason),
             token_ids=list(sample.token_ids) if with_ids else None,
             prompt_token_ids=list(prompt) if with_ids else None,
@@ -237,11 +244,18 @@ class _CompletionAnswer:
             predicted_tokens=completion.predicted_tokens,
         )
 
-    def prompt_text(self, prompt: tuple[int, ...] | list[int]) -> str:
-        return self.tokenizer.decode(prompt) if self.body.echo else ""
+    def echoed(self, index: int) -> str:
+        """Return what precedes the text of a choice: the prompt as it was given, or nothing."""
+        if not self.body.echo:
+            return ""
+        given = self._given(index)
+        return given if isinstance(given, str) else self.tokenizer.decode(given, False)
+
+    def _given(self, index: int) -> str | list[int]:
+        return self.prompts[index // self.params.n]
 
     def _logprobs(
-        self, completion: Completion, sample: Sample, offset: int
+        self, index: int, completion: Completion, sample: Sample, offset: int
     ) -> CompletionLogprobs | None:
         if sample.logprobs is None:
             return None
@@ -251,8 +265,9 @@ class _CompletionAnswer:
         )
         if not self.body.echo or completion.prompt_logprobs is None:
             return found
-        before = LogprobFormatter(self.tokenizer, after=())
-        return before.of_completion(completion.prompt_logprobs, prompt, num_top).followed_by(found)
+        return LogprobFormatter.of_echo(
+            self.tokenizer, self._given(index), prompt, completion.prompt_logprobs, num_top
+        ).followed_by(found)
 
     def scores(self, prompt: Sequence[int], offset: int = 0) -> LogprobFormatter:
         """Return the formatter of a sample's scores, before its first token."""
@@ -273,6 +288,7 @@ class _CompletionChunks:
         self._with_ids = bool(answer.body.return_token_ids)
         self._lengths = lengths
         self._num_tokens = 0
+        self._num_cached: dict[int, int] = {}  # of each prompt
         self._scores: dict[int, LogprobFormatter] = {}
         self._has_echoed = False
         self._begun: set[int] = set()
@@ -284,17 +300,15 @@ class _CompletionChunks:
 
     def _echo(self) -> bytes:
         """Return the texts of the prompts, with which the choices begin."""
-        answer, events = self._answer, []
-        n = answer.params.n
-        for p, job in enumerate(answer.exchange.jobs):
-            text = answer.prompt_text(job.prompt)
-            events += [self._event.of(_plain(i, text, None)) for i in range(p * n, (p + 1) * n)]
+        answer = self._answer
+        texts = [answer.echoed(i) for i in range(len(answer.prompts) * answer.params.n)]
         self._has_echoed = True
-        return b"".join(events)
+        return b"".join(self._event.of(_plain(i, text, None)) for i, text in enumerate(texts))
 
     def of(self, group: Group) -> bytes:
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
+        self._num_cached |= {p: x.num_cached_tokens for p, x in group if not x.sample_index}
         told = comments(self._lengths.of(indexed))
         if self._answer.body.echo and not self._has_echoed:
             told += self._echo()
@@ -305,7 +319,8 @@ class _CompletionChunks:
         if not self._with_usage:
             return b""
         num_prompt = sum(len(job.prompt) for job in self._answer.exchange.jobs)
-        return event_of(self._chunk(Usage.of(num_prompt, self._num_tokens)))
+        num_cached = sum(self._num_cached.values())
+        return event_of(self._chunk(Usage.of(num_prompt, self._num_tokens, num_cached)))
 
     def _of(self, index: int, piece: Piece) -> bytes:
         self._num_tokens += len(piece.token_ids)

@@ -29,12 +29,12 @@ from jaxserve.server.events import (
     unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
-from jaxserve.server.guard import note, notes_here
 from jaxserve.server.params import constraint_of
 from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
     InClass,
+    check_fields,
     documented,
     is_short,
     need_tokenizer,
@@ -46,10 +46,13 @@ from jaxserve.server.schema import (
     MAX_INT32,
     AddedCall,
     AssistantMessage,
+    CachedTokens,
     CalledFunction,
     ConversationId,
+    Ignored,
     Items,
     NamedResponseTool,
+    NoEffect,
     Reply,
     ResponseTool,
     ResponseToolChoice,
@@ -58,7 +61,9 @@ from jaxserve.server.schema import (
     TextFormat,
     ToolCall,
     ToolMessage,
+    Unheeded,
     as_template_message,
+    no_effect,
     optional,
     predicted,
     unused,
@@ -69,12 +74,15 @@ from jaxserve.server.turn import Relay, TurnExchange
 
 router = APIRouter()
 
+_LOGPROBS = "message.output_text.logprobs"
+
 
 class InputText(Strict):
     """A part of what the user says."""
 
     type: Literal["input_text"]
     text: str
+    prompt_cache_breakpoint: NoEffect = no_effect("prefixes are cached in any case.")
 
 
 class GivenOutputText(Strict):
@@ -82,8 +90,9 @@ class GivenOutputText(Strict):
 
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
+    annotations: NoEffect = no_effect("where another service found what the text says.")
+    logprobs: NoEffect = no_effect("the text is read.")
+    parsed: NoEffect = no_effect("what OpenAI's client reads in `text`.")
 
 
 class InputMessage(Strict):
@@ -94,7 +103,7 @@ class InputMessage(Strict):
     content: str | Items[Annotated[InputText | GivenOutputText, Field(discriminator="type")]]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
-    phase: None = None
+    phase: NoEffect = no_effect("which part of another service's answer it was.")
 
 
 class GivenCall(Strict):
@@ -106,6 +115,10 @@ class GivenCall(Strict):
     arguments: str
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
+    parsed_arguments: NoEffect = no_effect("what OpenAI's client reads in `arguments`.")
+    async_: None = unused()
+    caller: None = unused()
+    namespace: None = unused()
 
 
 class CallOutput(Strict):
@@ -116,6 +129,9 @@ class CallOutput(Strict):
     output: str | Annotated[Items[InputText], Field(min_length=1)]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
+    caller: None = unused()
+    name: None = unused()
+    namespace: None = unused()
 
 
 def _item_type(item: Any) -> Any:
@@ -136,12 +152,15 @@ class TextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
+    verbosity: NoEffect = None
 
 
 class ResponseStreamOptions(Strict):
     """Options of a streamed response."""
 
-    include_obfuscation: Literal[False] | None = Field(None, description="Nothing is padded.")
+    include_obfuscation: Annotated[bool | None, Ignored((False,))] = Field(
+        None, description="Nothing is padded."
+    )
 
 
 class ConversationParam(Strict):
@@ -150,7 +169,7 @@ class ConversationParam(Strict):
     id: ConversationId
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Unheeded):
     """Messages, and how the next one is generated."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[Items[InputItem], Field(min_length=1)]
@@ -163,12 +182,28 @@ class ResponseRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: Items[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[
+        Items[
+            Literal[
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ]
+        | None,
+        Ignored((_LOGPROBS,)),
+    ] = Field(None, description=f"{_LOGPROBS}; no answer has the others.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    store: Literal[False] | None = Field(None, description="Responses are not stored.")
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, Ignored(("disabled",))] = Field(
+        None, description="A prompt that is too long is an error in any case."
+    )
     text: TextOptions | None = None
     tools: Annotated[Items[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: ResponseToolChoice | None = Field(None, description='"auto" by default.')
@@ -176,15 +211,15 @@ class ResponseRequest(Strict):
     metadata: Annotated[dict[str, str], IN_PARTS] | None = Field(
         None, description="Returned with the response."
     )
-    user: str | None = None
-    safety_identifier: str | None = None
-    max_tool_calls: None = unused()
-    previous_response_id: None = unused()
+    max_tool_calls: NoEffect = Field(None, description="Of OpenAI's own tools.")
+    reasoning: NoEffect = None
+    access_programs: None = unused()
+    background_options: None = unused()
+    context_management: None = unused()
+    image: None = unused()
+    moderation: None = unused()
+    previous_response_id: str | None = Field(None, description="Not supported: see `store`.")
     prompt: None = unused()
-    prompt_cache_key: None = unused()
-    prompt_cache_retention: None = unused()
-    reasoning: None = unused()
-    service_tier: None = unused()
 
 
 class OutputText(Reply):
@@ -226,12 +261,6 @@ class Incomplete(Reply):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class InputTokensDetails(Reply):
-    """Parts of the input; the server does not say which tokens were cached."""
-
-    cached_tokens: int = 0
-
-
 class OutputTokensDetails(Reply):
     """Parts of the output; no tokens are hidden as reasoning."""
 
@@ -242,7 +271,7 @@ class ResponseUsage(Reply):
     """Numbers of tokens."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails = InputTokensDetails()
+    input_tokens_details: CachedTokens
     output_tokens: int
     output_tokens_details: OutputTokensDetails = OutputTokensDetails()
     total_tokens: int
@@ -387,7 +416,13 @@ class OutputItems:
 async def respond(body: ResponseRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Answer a chat, in the form of OpenAI's newer API."""
     adapter = backend.adapter_of(body.model)
-    note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
+    check_fields(body, backend)
+    if body.previous_response_id is not None:
+        raise invalid(
+            "previous_response_id is not supported: this server stores no responses; send what was "
+            "said before in input, or pass a conversation",
+            "previous_response_id",
+        )
     tokenizer = need_tokenizer(backend.ready_service())
     tools = _tools(body, tokenizer)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
@@ -417,17 +452,14 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
 
 
 def _tools(body: ResponseRequest, tokenizer: Tokenizer) -> Tools:
-    """Return the request's tools; OpenAI's agents set a tool choice without tools, too."""
     choice = body.tool_choice
-    if not body.tools and choice in (None, "auto", "none"):
-        return Tools(None, None, None, tokenizer)
     choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
     given = [tool.as_tool() for tool in body.tools] if body.tools else None
     return Tools(given, choice, body.parallel_tool_calls, tokenizer)
 
 
 def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
-    wants_scores = bool(body.include)
+    wants_scores = _LOGPROBS in (body.include or ())
     if body.top_logprobs is not None and not wants_scores:
         raise invalid("top_logprobs needs include=['message.output_text.logprobs']", "top_logprobs")
     return SamplingParams(
@@ -507,7 +539,9 @@ class _ResponseAnswer:
     def reply(self, completion: Completion) -> ResponseReply:
         list(self.added(completion.text, completion.logprobs, completion.finish_reason))
         num_prompt, num_output = len(completion.prompt_token_ids), len(completion.token_ids)
-        reply = self.ended(completion.finish_reason, num_prompt, num_output)
+        reply = self.ended(
+            completion.finish_reason, num_prompt, num_output, completion.num_cached_tokens
+        )
         return reply.model_copy(update={"predicted_tokens": completion.predicted_tokens})
 
     def added(
@@ -537,9 +571,12 @@ class _ResponseAnswer:
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
 
-    def ended(self, finish_reason: str | None, num_prompt: int, num_output: int) -> ResponseReply:
+    def ended(
+        self, finish_reason: str | None, num_prompt: int, num_output: int, num_cached: int
+    ) -> ResponseReply:
         usage = ResponseUsage(
             input_tokens=num_prompt,
+            input_tokens_details=CachedTokens(cached_tokens=num_cached),
             output_tokens=num_output,
             total_tokens=num_prompt + num_output,
         )
@@ -586,7 +623,7 @@ class _ResponseEvents:
         self._num_prompt_tokens = num_prompt_tokens
         self._lengths = lengths
         self._reason: str | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
 
     def begin(self) -> bytes:
         answer = self._answer
@@ -600,13 +637,16 @@ class _ResponseEvents:
         return told + b"".join(_data(event) for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:
-        reply = self._answer.ended(self._reason, self._num_prompt_tokens(), self._num_tokens)
+        reply = self._answer.ended(
+            self._reason, self._num_prompt_tokens(), self._num_tokens, self._num_cached
+        )
         reply = reply.model_copy(update={"predicted_tokens": self._lengths.predicted.get(0)})
         return _data(self._answer.event(f"response.{reply.status}", response=reply))
 
     def _of(self, piece: Piece) -> Iterator[ResponseEvent]:
         self._reason = piece.finish_reason or self._reason
         self._num_tokens += len(piece.token_ids)
+        self._num_cached = piece.num_cached_tokens
         return self._answer.added(piece.text, piece.logprobs, piece.finish_reason)
 
 

@@ -43,6 +43,7 @@ from jaxserve.server.routes.common import (
 )
 from jaxserve.server.schema import (
     MAX_INT32,
+    NONE_IF_EMPTY,
     Choosing,
     Items,
     Message,
@@ -71,7 +72,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
-    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = Field(
+    tools: Annotated[Items[Tool], Field(max_length=128), NONE_IF_EMPTY] | None = Field(
         None, description="Of a chat: the tools that it offers."
     )
     add_special_tokens: bool | None = Field(None, description="Of a prompt; true by default.")
@@ -256,7 +257,7 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
         if found is None
         else [None if score is None else finite(score.logprob) for score in found],
         predicted_tokens=completion.predicted_tokens,
-        usage=Usage.of(len(completion.prompt_token_ids), num_output),
+        usage=Usage.of(len(completion.prompt_token_ids), num_output, completion.num_cached_tokens),
     )
 
 
@@ -267,7 +268,7 @@ class _TokenChunks:
         self._reply = GenerateReply(request_id=reply_id, model=model, choices=[])
         self._event = ChoiceEvent(self._reply)
         self._lengths = lengths
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached = 0
 
     def begin(self) -> bytes:
         return b""
@@ -277,11 +278,14 @@ class _TokenChunks:
         return comments(told) + b"".join(self._of(piece) for _, piece in group)
 
     def end(self) -> bytes:
-        usage = Usage.of(len(self._exchange.jobs[0].prompt), self._num_tokens)
+        num_prompt = len(self._exchange.jobs[0].prompt)
+        usage = Usage.of(num_prompt, self._num_tokens, self._num_cached)
         return event_of(self._reply.model_copy(update={"usage": usage}))
 
     def _of(self, piece: Piece) -> bytes:
         self._num_tokens += len(piece.token_ids)
+        if not piece.sample_index:
+            self._num_cached = piece.num_cached_tokens
         logprobs = piece.logprobs
         if logprobs and any(score.top for score in logprobs):
             choice = _choice(piece.sample_index, piece.token_ids, logprobs, piece.finish_reason)
