@@ -147,7 +147,16 @@ class StreamReplay:
             if not has_ended:
                 sample = completion.samples[min(i, len(completion.samples) - 1)]
                 reason = sample.finish_reason
-                self._pass_on(Piece(text="", token_ids=(), sample_index=i, finish_reason=reason))
+                num_cached = completion.num_cached_tokens
+                self._pass_on(
+                    Piece(
+                        text="",
+                        token_ids=(),
+                        sample_index=i,
+                        finish_reason=reason,
+                        num_cached_tokens=num_cached,
+                    )
+                )
 
     def _pass_on(self, piece: Piece) -> None:
         if self._sink is None:
@@ -193,6 +202,8 @@ class Dispatcher:
         self._router = Router(len(roles), page_size=page_size)
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}
+        # The last known counters of every process, also of those that have died.
+        self._counters: dict[ReplicaProcess, RuntimeStats] = {}
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()  # guards the next two attributes
         self._open_ids: set[str] = set()
@@ -260,7 +271,7 @@ class Dispatcher:
                 asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
     def stats(self, *, wait: bool = True) -> RuntimeStats:
-        """Return the total counters of the processes that serve; see `Fleet.stats`."""
+        """Return the total counters of all processes so far; see `Fleet.stats`."""
         return self._result(lambda: self._stats(wait=wait))
 
     @property
@@ -433,19 +444,24 @@ class Dispatcher:
             if not wait and not self._seats.serving(answers=True):
                 raise ReplicaDiedError("no replica serves now; try again later")
             serving = [*await self._serving(), *self._seats.serving(answers=False)]
-            found = await asyncio.gather(*(self._stats_of(i) for i in serving))
-            parts = [part for part in found if part is not None]
+            found = dict(await asyncio.gather(*(self._stats_of(i) for i in serving)))
+            parts = {replica: part for replica, part in found.items() if part is not None}
+            for replica, part in parts.items():
+                known = self._counters.get(replica)
+                if known is None or known.num_steps <= part.num_steps:  # calls may overtake
+                    self._counters[replica] = part
             if parts:
-                return RuntimeStats.total(parts)
+                former = [each for replica, each in self._counters.items() if replica not in parts]
+                return RuntimeStats.total([*parts.values()], former)
 
-    async def _stats_of(self, index: int) -> RuntimeStats | None:
-        """Return the counters of a replica; None if it has died."""
+    async def _stats_of(self, index: int) -> tuple[ReplicaProcess, RuntimeStats | None]:
+        """Return a replica and its counters, or None if it has died."""
         replica = self._seats[index].replica
         try:
-            return await replica.stats()
+            return replica, await replica.stats()
         except ReplicaDiedError as error:
             self._seats.replace(index, replica, error)
-            return None
+            return replica, None
 
     async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it runs after `_serve`
         request = self._requests.get(request_id)

@@ -354,10 +354,11 @@ class Fleet:
         return self._dispatcher.is_serving
 
     def stats(self, *, wait: bool = True) -> RuntimeStats:
-        """Return the total counters of the processes that serve now; see `RuntimeStats`.
+        """Return the total counters of all processes so far; see `RuntimeStats`.
 
-        The counters of processes that have died are not included. Raise `ReplicaDiedError` if no
-        replica will serve again, or if none serves now and `wait` is False.
+        Of a process that has died, the counters at the last call are included, so that none gets
+        lower; sizes and pages are those of the processes that serve now. Raise `ReplicaDiedError`
+        if no replica will serve again, or if none serves now and `wait` is False.
         """
         return self._dispatcher.stats(wait=wait)
 

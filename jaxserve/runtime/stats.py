@@ -15,6 +15,11 @@ from jaxserve.runtime.replicas import Replicas
 
 # Fields of `RuntimeStats` that are equal for all replicas and are not summed.
 _SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan", "adapters"}
+# Fields that say how things are now, which those of a runtime that has ended do not.
+_NOW = {
+    *("num_pages_owned", "num_pages_usable", "num_pages_reserved", "num_pages_cached"),
+    *("num_host_pages", "num_host_pages_used", "num_disk_pages"),
+}
 
 
 @final
@@ -106,11 +111,18 @@ class RuntimeStats(EngineCounters):
         )
 
     @classmethod
-    def total(cls, parts: Sequence[RuntimeStats]) -> RuntimeStats:
-        """Return the total of several runtimes' counters; model and options must be the same."""
+    def total(
+        cls, parts: Sequence[RuntimeStats], former: Sequence[RuntimeStats] = ()
+    ) -> RuntimeStats:
+        """Return the total of several runtimes' counters; model and options must be the same.
+
+        `former` are the last known counters of runtimes that do not serve any more: their pages do
+        not count.
+        """
         names = {field.name for field in fields(cls)} - _SIZES - {"max_pages_owned"}
-        sums = {name: _total(parts, name) for name in names}
-        most = max(part.max_pages_owned for part in parts)
+        every = [*parts, *former]
+        sums = {name: _total(parts if name in _NOW else every, name) for name in names}
+        most = max(part.max_pages_owned for part in every)
         return replace(parts[0], **sums, max_pages_owned=most)
 
 

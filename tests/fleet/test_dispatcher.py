@@ -347,8 +347,8 @@ def test_close_ends_everything():
         dispatcher.submit(call("late"))
 
 
-def test_stats_are_those_of_the_processes_that_serve():
-    """Counters are summed and sizes are not; a dead process is skipped and replaced."""
+def test_stats_are_those_of_all_processes():
+    """Counters are summed and sizes are not; those of a dead process stay, its pages do not."""
     world = World()
     # The dispatcher closes first, which ends what a thread still waits for.
     with ThreadPoolExecutor() as threads, _serving(3, world) as dispatcher:
@@ -357,7 +357,9 @@ def test_stats_are_those_of_the_processes_that_serve():
         assert stats.max_pages_owned == stats.num_pages == stats.weights_bytes == EACH_COUNTER
         world.starts_wait = True
         world.replicas[1].kill()
-        assert dispatcher.stats().num_tokens == 2 * EACH_COUNTER
+        stats = dispatcher.stats()
+        assert stats.num_tokens == 3 * EACH_COUNTER
+        assert stats.num_pages_owned == stats.num_host_pages == 2 * EACH_COUNTER
         assert [state.num_deaths for state in dispatcher.replicas] == [0, 1, 0]
         world.replicas[0].kill()
         world.replicas[2].kill()
@@ -367,7 +369,7 @@ def test_stats_are_those_of_the_processes_that_serve():
             dispatcher.stats(wait=False)
         assert not waiting.done()
         world.starts_wait = False
-        assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
+        assert waiting.result(WAIT_S).num_tokens >= (3 + 1) * EACH_COUNTER
         # One that dies while it starts is not counted.
         until(lambda: all(state.started is not None for state in dispatcher.replicas))
         world.starts_wait = True
@@ -392,7 +394,7 @@ def test_stats_that_do_not_wait_notice_a_death():
         with pytest.raises(ReplicaDiedError, match="no replica serves now"):
             dispatcher.stats(wait=False)
         world.starts_wait = False
-        assert dispatcher.stats().num_tokens == EACH_COUNTER
+        assert dispatcher.stats().num_tokens == 2 * EACH_COUNTER
 
 
 def test_ids_are_unique_over_all_replicas():
