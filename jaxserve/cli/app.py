@@ -18,6 +18,7 @@ from jaxserve.cli.options import EXIT_INTERRUPTED, EndsAtOnce
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
 from jaxserve.cli.probe import probe_app
+from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.serve import serve
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(embed)
 app.command()(serve)
+app.command()(run_batch)
 app.command()(bench)
 app.command()(plan)
 app.add_typer(conversations_app, name="conversations")

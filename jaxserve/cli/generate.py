@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import reprlib
 import sys
@@ -21,7 +20,6 @@ from jaxserve.core.errors import (
     GenerationInterrupted,
     InvalidConfigError,
     InvalidRequestError,
-    MissingExtraError,
 )
 from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
@@ -50,8 +48,7 @@ def generate(
         typer.Option(
             "--jsonl",
             help='Prompts as JSON lines: {"prompt": text or token ids} or {"messages": [...]}, '
-            "optionally with an id and sampling parameters; or OpenAI's batch lines "
-            '{"custom_id", "method", "url", "body"}, which get its output lines.',
+            "optionally with an id and sampling parameters.",
         ),
     ] = None,
     output: Annotated[
@@ -89,26 +86,18 @@ def generate(
 ) -> None:
     """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
 
-    Ctrl-C writes the finished answers and exits with 130. OpenAI's batch lines need the extra
-    `serve`, and have their own parameters; one that is wrong is answered with its error.
+    Ctrl-C writes the finished answers and exits with 130. `jaxserve run-batch` answers OpenAI's
+    batch lines.
     """
     with opt.exit_codes():
         params = sampling.params(
             max_tokens=max_tokens, n=n, logprobs=logprobs, adapter=service_options.only_adapter
         )
-        if jsonl and not (prompt or file) and _is_batch(lines := lines_of(jsonl)):
-            is_plain = sampling == SamplingOptions() and (max_tokens, n, logprobs) == (
-                _MAX_TOKENS,
-                1,
-                None,
+        if jsonl and not (prompt or file) and _is_batch(lines_of(jsonl)):
+            raise InvalidConfigError(
+                f"the lines of {jsonl} are OpenAI's batch lines; answer them with `jaxserve "
+                f"run-batch -i {jsonl} -o OUTPUT`"
             )
-            if not is_plain or text or chat is not None or system is not None:
-                raise InvalidConfigError(
-                    f"the lines of {jsonl} have bodies with their own parameters; omit sampling "
-                    "options, --text, --chat, --raw and --system"
-                )
-            code = _answer_batch(lines, output, model, service_options, processes)
-            raise typer.Exit(code)
         jobs = _read_jobs(prompt, file, jsonl, params)
         is_long = sum(job.params.n * (job.params.max_tokens or inf) for job in jobs) > _FEW_TOKENS
         answers = processes.join()
@@ -142,50 +131,6 @@ def _is_batch(lines: Sequence[str]) -> bool:
             if isinstance(found := json.loads(line), dict):
                 return "custom_id" in found or "body" in found
     return False
-
-
-def _answer_batch(
-    lines: Sequence[str],
-    output: Path | None,
-    model: str,
-    service_options: ServiceOptions,
-    processes: ProcessOptions,
-) -> int:
-    """Answer OpenAI's batch lines in their order, and return the exit code."""
-    try:
-        from jaxserve.server.batch import answer_lines
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "fastapi", "serve", "OpenAI's batch lines") from error
-    from tqdm import tqdm
-
-    answers: list[dict[str, Any] | None] = [None] * len(lines)
-    leads = processes.join()
-    is_interrupted = False
-    with (
-        opened(output if leads else None) as sink,
-        service_options.open(model, huge_pages=True) as service,
-        tqdm(
-            total=sum(bool(line.strip()) for line in lines),
-            desc="answering",
-            unit="request",
-            leave=False,
-            delay=2,
-            disable=service_options.quiet,
-        ) as bar,
-    ):
-        try:
-            asyncio.run(answer_lines(service, model, lines, answers, bar.update))
-        except KeyboardInterrupt:
-            is_interrupted = True
-        done = [answer for answer in answers if answer is not None]
-        for answer in done:
-            print(json.dumps(answer, ensure_ascii=False), file=sink)
-    if is_interrupted:
-        return opt.EXIT_INTERRUPTED
-    failed = [each for each in done if each["error"] or each["response"]["status_code"] != 200]
-    if failed:
-        typer.echo(f"{len(failed)} of {len(done)} requests failed; their lines say why", err=True)
-    return opt.EXIT_FAILED if failed else 0
 
 
 def _read_jobs(

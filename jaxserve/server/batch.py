@@ -67,7 +67,7 @@ async def answer_lines(
     model_name: str,
     lines: Sequence[str],
     answers: list[dict[str, Any] | None],
-    on_answer: Callable[[], object] = lambda: None,
+    on_answer: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> None:
     """Answer each line of a batch, and put its line of output at its place among the answers.
 
@@ -77,7 +77,7 @@ async def answer_lines(
     Args:
       model_name: the name of the model in bodies; those of its adapters select these.
       answers: as many places as lines. Lines whose place is filled are left out, and blank ones.
-      on_answer: called after each answer.
+      on_answer: called with each answer.
 
     Raises:
       InvalidConfigError: an adapter has the model's name.
@@ -90,13 +90,13 @@ async def answer_lines(
     app = make_app(backend)
     service.is_ready()  # start loading the executables that an earlier start has stored
     backend.serve(service, service.max_length)
-    seen: dict[str, int] = {}
+    seen = {each["custom_id"]: i for i, each in enumerate(answers) if each is not None}
     room = asyncio.Semaphore(_MAX_OPEN)
 
     async def answer(index: int, line: str) -> None:
         try:
-            answers[index] = await _answered(app, line, index, seen)
-            on_answer()
+            answers[index] = answered = await _answered(app, line, index, seen)
+            on_answer(answered)
         finally:
             room.release()
 
@@ -118,7 +118,7 @@ async def _answered(app: ASGIApp, line: str, index: int, seen: dict[str, int]) -
             )
     except InvalidRequestError as error:
         said = {"code": "invalid_line", "message": f"line {index + 1}: {error}"}
-        return _output(_id_of(line), None, said)
+        return _output(id_of(line), None, said)
     status, request_id, content = await _call(app, request.url, json.dumps(request.body).encode())
     response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
     return _output(request.custom_id, response, None)
@@ -131,7 +131,7 @@ def _output(
     return {"id": name, "custom_id": custom_id, "response": response, "error": error}
 
 
-def _id_of(line: str) -> str | None:
+def id_of(line: str) -> str | None:
     """Return the id of a line that is wrong otherwise, if it has one."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)

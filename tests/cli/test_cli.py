@@ -157,19 +157,26 @@ def test_generate_answers_in_order(model, tmp_path, replicas):
     assert [r.num_output_tokens for r in recorded.read(trace)] == [(3,), (4,), (2, 2)]
 
 
-def test_openai_batches_get_their_output_lines(model, tmp_path):
-    """Bodies have their own parameters, and options for them are refused; the exit code says 1."""
+def test_batches_go_on_where_they_stopped(model, tmp_path):
+    """Good answers are kept, others are asked again, and a cut line is none; the exit code is 1."""
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    lines = [line, {**line, "custom_id": "b", "url": "/v1/files"}]
+    lines = [line, {**line, "custom_id": "b", "url": "/v1/files"}, {**line, "custom_id": "c"}]
     file = _file(tmp_path, "\n" + "\n".join(map(json.dumps, lines)))
-    assert_refused(run(f"generate --jsonl {file} --top-k 3"), "omit sampling options")
-    assert_refused(run(f"generate --jsonl {file} --text"), "omit sampling options")
-    done = run(f"generate --jsonl {file} --model {model} {SMALL}")
-    assert done.exit_code == 1 and "1 of 2 requests failed" in done.stderr
-    good, bad = map(json.loads, done.stdout.splitlines())
-    assert (good["custom_id"], good["response"]["status_code"]) == ("a", 200)
+    kept = {"custom_id": "a", "response": {"status_code": 200, "body": "earlier"}, "error": None}
+    failed = {"custom_id": "b", "response": None, "error": {"code": "before"}}
+    out = tmp_path / "out.jsonl"
+    out.write_text("\n".join([json.dumps(kept), json.dumps(failed), '{"custom_id": "c", "resp']))
+    assert_refused(run(f"generate --jsonl {file}"), f"run-batch -i {file}")
+    done = run(f"run-batch -i {file} -o {out} --model {model} {SMALL}")
+    assert done.exit_code == 1 and "1 requests failed" in done.stderr
+    assert f"1 requests are answered in {out} already" in done.stderr
+    first, *others = map(json.loads, out.read_text().splitlines())
+    bad, good = sorted(others, key=lambda each: each["custom_id"])
+    assert first == kept
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == ("b", None, "invalid_line")
+    assert (good["custom_id"], good["response"]["status_code"]) == ("c", 200)
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".kept"]
 
 
 def test_text_prompts_become_chats(model):

@@ -62,10 +62,11 @@ def test_each_line_has_its_output():
     ]
     before = {"custom_id": "e"}
     answers: list[Any] = [*[None] * 8, before]
-    counted: list[None] = []
+    counted: list[Any] = []
     with runtime() as rt:
-        asyncio.run(answer_lines(rt, NAME, lines, answers, lambda: counted.append(None)))
+        asyncio.run(answer_lines(rt, NAME, lines, answers, counted.append))
     assert len(counted) == 7 and answers[-1] is before
+    assert all(answer in counted for answer in answers[:-1] if answer is not None)
     assert answers.pop(1) is None
     assert [each["custom_id"] for each in answers] == ["a", "a", None, "b", "c", "d", "a", "e"]
     chat, wrong, broken, completion, other, refused, twice, _ = answers
