@@ -272,7 +272,8 @@ class Exchange:
             counted = self._open.pop(index)
             self._backend.end(counted)
             completion = future.result()
-            if not counted.has_begun and completion.finish_reason not in _FAILED:  # such as one that pools
+            has_failed = completion.finish_reason in _FAILED
+            if not (counted.has_begun or has_failed):  # it has no tokens, as one that pools
                 self._backend.metrics.prompted(len(completion.prompt_token_ids))
             self._backend.metrics.ended(completion, self.jobs[index].params)
             for i, sample in enumerate(completion.samples):
