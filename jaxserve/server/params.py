@@ -76,15 +76,11 @@ def _vllm_constraints(body: Choosing) -> dict[str, Any]:
     return named
 
 
-def constraint_of(form: Any, tools: Tools, name: str) -> dict[str, Any]:
-    """Return the constraint of the format in field `name`, or of tools that must be called."""
+def constraint_of(form: Any, tools: Tools) -> dict[str, Any]:
+    """Return the constraint of an answer's format, of the tools that must be called, or of both."""
     wanted = of_format(form)
     if tools.is_given and wanted:
-        raise invalid(
-            f"tools and a {name} of JSON exclude each other; leave one of them out, or pass "
-            "tool_choice='none'",
-            name,
-        )
+        return tools.or_answer(wanted.get("json_schema", {"type": "object"}))
     return {**wanted, **tools.params}
 
 

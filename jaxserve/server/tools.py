@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from jaxserve.core.errors import GrammarFailedError
+from jaxserve.core.errors import GrammarFailedError, InvalidGrammarError
+from jaxserve.core.json_schema import lark_rules
 from jaxserve.engine.grammars import AnswerSchema
 from jaxserve.models import tool_calls
 from jaxserve.models.tokenizer import Tokenizer
@@ -51,18 +52,45 @@ class Tools:
         self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
         name = choice.function.name if isinstance(choice, NamedTool) else None
-        callable_ = [t["function"] for t in self._tools if name in (None, t["function"]["name"])]
+        functions = [tool["function"] for tool in self._tools]
+        self._callable = [each for each in functions if name in (None, each["name"])]
+        self._may_be_several = may_be_several is not False and name is None
         self._max_calls = 1 if may_be_several is False else None
         self._schemas: dict[str, AnswerSchema] = {}
+        self._answer: AnswerSchema | None = None
         self.params: dict[str, Any] = {}
         if self._must_call:
-            several = may_be_several is not False and name is None
-            self.params["grammar"] = tool_calls.grammar_of(
-                self._form, callable_, tokenizer.added_token_id, may_be_several=several
-            )
-            self._schemas = {t["name"]: AnswerSchema(parameters_of(t)) for t in callable_}
+            self.params["grammar"] = self._grammar()
         if self.is_given:  # a tag may be a control token, which answers otherwise leave out
             self.params["skip_special_tokens"] = False
+
+    def _grammar(self) -> str:
+        """Return the grammar of calls, whose arguments are then validated."""
+        self._schemas = {each["name"]: AnswerSchema(parameters_of(each)) for each in self._callable}
+        return tool_calls.grammar_of(
+            self._form,
+            self._callable,
+            self._tokenizer.added_token_id,
+            may_be_several=self._may_be_several,
+        )
+
+    def or_answer(self, schema: Any) -> dict[str, Any]:
+        """Return the parameters for calls or an answer of a schema, as the model chooses.
+
+        Where a call is demanded, the schema has no effect.
+
+        Raises:
+          InvalidGrammarError: llguidance cannot enforce the schema.
+        """
+        if self._must_call:
+            return self.params
+        try:
+            rules = lark_rules(schema, "answer")
+        except (ValueError, RecursionError) as error:
+            raise InvalidGrammarError(f"the json_schema cannot be compiled: {error}") from error
+        self._answer = AnswerSchema(schema)
+        calls = self._grammar().replace("\nstart: ", "\nstart: answer | called\ncalled: ", 1)
+        return {**self.params, "grammar": "\n".join([calls, *rules, ""])}
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -114,7 +142,7 @@ class Tools:
         """Return the reader of one sample, for pieces or for a whole answer."""
         names = [tool["function"]["name"] for tool in self._tools]
         reader = CallReader(self._form, names) if self.is_given else None
-        return Answered(reader, self._schemas, self._max_calls)
+        return Answered(reader, self._schemas, self._max_calls, self._answer)
 
 
 def _check(given: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
@@ -186,15 +214,18 @@ def deltas(parts: Sequence[str | AddedCall]) -> list[Delta]:
 class Answered:
     """The content and the calls of one sample as they arrive; excess calls are dropped.
 
-    `_schemas` are those of the arguments that must match, by the tool's name.
+    `_schemas` are those of the arguments that must match, by the tool's name, and `_answer` that of
+    an answer without calls.
     """
 
     _reader: CallReader | None
     _schemas: Mapping[str, AnswerSchema]
     _max_calls: int | None = None
+    _answer: AnswerSchema | None = None
     num_calls: int = 0
     _num_dropped: int = 0
     _calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each
+    _texts: list[str] = field(default_factory=list)
 
     def push(self, text: str, reason: str | None) -> list[str | AddedCall]:
         """Return what a piece of text adds, in order: content, calls and arguments.
@@ -204,7 +235,8 @@ class Answered:
         ended; None before its last piece.
 
         Raises:
-          GrammarFailedError: the arguments of a call that had to match a schema do not.
+          GrammarFailedError: the arguments of a call, or an answer, that had to match a schema do
+            not.
         """
         if self._reader is None:
             return [text] if text else []
@@ -223,11 +255,21 @@ class Answered:
                     self._add_arguments(added, part.arguments)
             elif not self._num_dropped:
                 self._add_arguments(added, part.text)
+        if self._answer is not None:
+            self._texts += [part for part in added if isinstance(part, str)]
         if reason == "stop":
             self._check()
         return added
 
     def _check(self) -> None:
+        if self._answer is not None and not self._calls:
+            problem = self._answer.problem("".join(self._texts))
+            if problem is not None:
+                raise GrammarFailedError(
+                    f"the answer does not validate against its json_schema ({problem}), although "
+                    "llguidance let it pass; write that part of the schema in another way, and "
+                    "report it with the schema"
+                )
         for name, arguments in self._calls:
             schema = self._schemas.get(name)
             problem = None if schema is None else schema.problem(arguments)

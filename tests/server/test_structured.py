@@ -174,7 +174,6 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "exclude each other"),
         (
             {
                 "guided_json": SCHEMA,
@@ -415,6 +414,26 @@ def test_tools_of_nested_models_are_called(tooled: openai.OpenAI):
         )
     answer = _ask(tooled, tools=tools, tool_choice="required", max_completion_tokens=600).choices[0]
     assert answer.message.tool_calls[0].function.name in names
+
+
+def test_a_call_or_an_answer_of_the_format(ai: openai.OpenAI):
+    """With tools and a response format the model chooses, whole or streamed, or `tool_choice`."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    asked: Any = {"tools": TOOLS, "response_format": form}
+    choice = _ask(ai, **asked).choices[0]
+    streamed = _streamed(ai, **asked).message
+    calls = choice.message.tool_calls or ()
+    assert streamed.content == choice.message.content
+    assert len(streamed.tool_calls or ()) == len(calls)
+    if choice.finish_reason == "stop":
+        assert json.loads(choice.message.content)["color"] in ("red", "blue")
+    else:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert {json.loads(c.function.arguments)["place"] for c in calls} <= {"Rome", "Oslo"}
+    must = _ask(ai, **asked, tool_choice="required").choices[0].message
+    assert must.tool_calls and must.content is None
+    never = _ask(ai, **asked, tool_choice="none").choices[0].message
+    assert not never.tool_calls and json.loads(never.content)["color"] in ("red", "blue")
 
 
 def test_tools_may_be_left_alone(tooled: openai.OpenAI):

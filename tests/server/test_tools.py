@@ -1,11 +1,14 @@
-"""Calls of earlier answers, as chat templates read them."""
+"""Calls of earlier answers, as chat templates read them, and tools beside a response format."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import llguidance
 import pytest
 
+from jaxserve.core.errors import GrammarFailedError, InvalidGrammarError
+from jaxserve.engine.grammars import read_vocabulary
 from jaxserve.server.routes.chat import ChatRequest
 from jaxserve.server.schema import as_template_message
 from jaxserve.server.tools import Tools
@@ -82,3 +85,43 @@ def test_the_template_for_tools_decides_where_tools_are_given():
     assert _prompt(ARGUMENTS, TOOLS, **named) == f"1user:q;assistant:({ARGUMENTS});tool:7;"
     shown = '{"a": 1, "b": "x é"}'
     assert _prompt(ARGUMENTS, None, **named) == f"user:q;assistant:({shown});tool:7;"
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        ("", f"<tool_call>[{CALL}]</tool_call>"),
+        ("{{ tools }}<tool_call>", f"<tool_call>\n{CALL}\n</tool_call>"),
+    ],
+)
+def test_a_grammar_of_calls_or_of_a_schema(template: str, call: str):
+    """One of them is the whole answer, and a demanded call leaves the schema out."""
+    tokenizer = byte_level(chat_template=template)
+    vocabulary = read_vocabulary(llguidance, tokenizer, (2,), tokenizer.vocab_size)
+    body = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+    )
+    schema = {"type": "object", "properties": {"color": {"enum": ["red", 2**53 + 1]}}}
+    schema |= {"required": ["color"], "additionalProperties": False}
+
+    def takes(grammar: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer.encode(text, False, parse_special=False)
+        return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+    tools = Tools(body.tools, None, None, tokenizer)
+    grammar = tools.or_answer(schema)["grammar"]
+    answers = ['{"color": "red"}', f'{{"color": {2**53 + 1}}}']
+    assert all(takes(grammar, text) for text in (call, *answers))
+    assert not any(takes(grammar, text) for text in ('{"color": "blue"}', "red", "[]"))
+    demanded = Tools(body.tools, "required", None, tokenizer).or_answer(schema)["grammar"]
+    assert takes(demanded, call) and not takes(demanded, answers[0])
+    assert tools.reader().push(answers[0], "stop") == [answers[0]]
+    with pytest.raises(GrammarFailedError, match="json_schema"):
+        tools.reader().push('{"color": "blue"}', "stop")
+    with pytest.raises(InvalidGrammarError, match="minProperties"):
+        tools.or_answer({"type": "object", "minProperties": 3})

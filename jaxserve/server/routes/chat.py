@@ -205,7 +205,7 @@ def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
         )
     most = given[1] if given[0] is None else given[0]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    constraint = constraint_of(body.response_format, tools, "response_format")
+    constraint = constraint_of(body.response_format, tools)
     _check_one_constraint(body, constraint)
     if tools.is_given and body.skip_special_tokens:
         raise invalid(

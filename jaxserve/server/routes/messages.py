@@ -479,7 +479,7 @@ def _params(body: MessagesRequest, tools: Tools) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
         stop=tuple(body.stop_sequences or ()),
-        **constraint_of(form, tools, "output_config.format"),
+        **constraint_of(form, tools),
     )
 
 

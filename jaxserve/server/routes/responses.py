@@ -467,7 +467,7 @@ def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         logprobs=(body.top_logprobs or 0) if wants_scores else None,
-        **constraint_of(None if body.text is None else body.text.format, tools, "text.format"),
+        **constraint_of(None if body.text is None else body.text.format, tools),
     )
 
 
