@@ -12,6 +12,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,7 +180,10 @@ def _parse_by_argparse(module: str, words: list[str]) -> None:
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
         mock.patch.object(sys, "argv", [module, *words]),
         contextlib.suppress(_Parsed),
+        warnings.catch_warnings(),
     ):
+        # Other tests may have imported the module; here it only parses.
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         try:
             runpy.run_module(module, run_name="__main__")
         except SystemExit as end:
