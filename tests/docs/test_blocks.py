@@ -15,20 +15,10 @@ from tests.docs.stand_ins import write_stand_ins
 
 # The page that a new user reads first runs in `make test`, the others before a release.
 FIRST = ("README.md",)
-# Pages whose blocks were not run yet. Each leaves this list as soon as it runs.
-UNTRIED = {
-    f"docs/{name}.md"
-    for name in (
-        "disaggregated_prefill",
-        "latency_bounds",
-        "predictor",
-        "replicas",
-    )
-}
 WITH_PYTHON = [
     page if page in FIRST else pytest.param(page, marks=pytest.mark.release)
     for page in PAGES
-    if session(page) and page not in UNTRIED
+    if session(page)
 ]
 # Programs of ours are started to parse their options, `jaxserve` is not.
 WITH_COMMANDS = [
