@@ -81,6 +81,7 @@ def run_batch(
                 asyncio.run(answer_lines(service, model, lines, answers, write))
             except KeyboardInterrupt:
                 is_interrupted = True
+                typer.echo("stopped; the same command answers the rest", err=True)
         if num_failed:
             typer.echo(f"{num_failed} requests failed; their lines say why", err=True)
     if is_interrupted:

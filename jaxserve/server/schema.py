@@ -293,10 +293,10 @@ class Choosing(Strict):
 class Unheeded(Strict):
     """Fields of OpenAI's API that change no answer of this server."""
 
-    metadata: NoEffect = None
+    metadata: NoEffect = Field(None, description="Ignored.")
     prompt_cache_key: NoEffect = Field(None, description="Prefixes are cached in any case.")
-    prompt_cache_options: NoEffect = None
-    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = Field(None, description="Ignored.")
+    prompt_cache_retention: NoEffect = Field(None, description="Ignored.")
     safety_identifier: str | None = Field(None, description="Written to the access log.")
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,

@@ -91,7 +91,11 @@ class LogprobFormatter:
         A prompt of text leaves out the tokens that the tokenizer has put before it.
         """
         num_own = len(tokenizer.encode(given, False)) if isinstance(given, str) else len(given)
-        num_hidden = len(token_ids) - num_own
+        num_added = len(token_ids) - num_own
+        num_hidden = next(
+            (i for i in range(num_added) if token_ids[i] not in tokenizer.control_token_ids),
+            num_added,
+        )
         hidden = cls(tokenizer, after=())
         shown = cls(tokenizer, after=(), skip_special_tokens=False)
         return hidden.of_completion(

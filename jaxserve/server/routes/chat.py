@@ -95,7 +95,7 @@ class ChatRequest(Asking):
     )
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     prediction: NoEffect = Field(None, description="It would only save time.")
-    verbosity: NoEffect = None
+    verbosity: NoEffect = Field(None, description="Ignored.")
     audio: None = unused()
     function_call: None = unused()
     functions: None = unused()

@@ -152,7 +152,7 @@ class TextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
-    verbosity: NoEffect = None
+    verbosity: NoEffect = Field(None, description="Ignored.")
 
 
 class ResponseStreamOptions(Strict):
@@ -212,7 +212,7 @@ class ResponseRequest(Unheeded):
         None, description="Returned with the response."
     )
     max_tool_calls: NoEffect = Field(None, description="Of OpenAI's own tools.")
-    reasoning: NoEffect = None
+    reasoning: NoEffect = Field(None, description="Ignored.")
     access_programs: None = unused()
     background_options: None = unused()
     context_management: None = unused()
