@@ -42,7 +42,7 @@ _DATE = (
     "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     f"|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 )
-_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]"}
+CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]"}
 
 
 def lark_rules(schema: Any, name: str) -> list[str]:
@@ -76,7 +76,7 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     schema = dict(schema)
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
-    pattern = _CALENDAR.get(str(schema.get("format")))
+    pattern = CALENDAR.get(str(schema.get("format")))
     if pattern is not None and "pattern" not in schema:
         schema["pattern"] = pattern
     elif pattern is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -14,7 +14,9 @@ from jaxserve.core.json_schema import lark_rules
 from jaxserve.engine.grammars import AnswerSchema
 from jaxserve.models import tool_calls
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tool_calls import Call, CallReader, format_of, parameters_of
+from jaxserve.models.tool_calls import format_of, parameters_of
+from jaxserve.models.tool_grammars import grammar_of
+from jaxserve.models.tool_reader import Call, CallReader
 from jaxserve.server.errors import invalid
 from jaxserve.server.schema import (
     AddedCall,
@@ -67,7 +69,7 @@ class Tools:
     def _grammar(self) -> str:
         """Return the grammar of calls, whose arguments are then validated."""
         self._schemas = {each["name"]: AnswerSchema(parameters_of(each)) for each in self._callable}
-        return tool_calls.grammar_of(
+        return grammar_of(
             self._form,
             self._callable,
             self._tokenizer.added_token_id,
@@ -136,12 +138,13 @@ class Tools:
         has_calls = any("tool_calls" in message for message in messages)
         if has_calls and not self._tokenizer.takes_text_arguments(has_tools=self.is_given):
             return _with_objects(messages)
-        return [dict(message) for message in messages]
+        return _with_arguments(messages, lambda text: text or "{}")
 
     def reader(self) -> Answered:
         """Return the reader of one sample, for pieces or for a whole answer."""
-        names = [tool["function"]["name"] for tool in self._tools]
-        reader = CallReader(self._form, names) if self.is_given else None
+        functions = [tool["function"] for tool in self._tools]
+        parameters = {each["name"]: parameters_of(each) for each in functions}
+        reader = CallReader(self._form, parameters) if self.is_given else None
         return Answered(reader, self._schemas, self._max_calls, self._answer)
 
 
@@ -163,14 +166,23 @@ def _check(given: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
 def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose call arguments are objects, if they are valid JSON."""
 
-    def read(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
+    def read(arguments: Any) -> Any:
         with suppress(TypeError, ValueError, RecursionError):
-            function["arguments"] = checked_json([json.loads(function["arguments"])])[0]
-        return {**call, "function": function}
+            return checked_json([json.loads(arguments or "{}")])[0]
+        return arguments
+
+    return _with_arguments(messages, read)
+
+
+def _with_arguments(
+    messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
     return [
-        {**each, "tool_calls": [read(call) for call in each["tool_calls"]]}
+        {**each, "tool_calls": [changed(call) for call in each["tool_calls"]]}
         if "tool_calls" in each
         else dict(each)
         for each in messages
@@ -181,9 +193,13 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
+def _calls(parts: Sequence[str | AddedCall]) -> list[AddedCall]:
+    return [part for part in parts if isinstance(part, AddedCall)]
+
+
 def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
     content = "".join(part for part in parts if isinstance(part, str))
-    added = [part for part in parts if isinstance(part, AddedCall)]
+    added = _calls(parts)
     arguments: dict[int, str] = {}
     for part in added:
         arguments[part.index] = arguments.get(part.index, "") + part.function.arguments
@@ -205,7 +221,7 @@ def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
 def deltas(parts: Sequence[str | AddedCall]) -> list[Delta]:
     """Return what parts add to a message, content first, with one part of a call in each."""
     content = "".join(part for part in parts if isinstance(part, str))
-    calls = [Delta(tool_calls=[part]) for part in parts if isinstance(part, AddedCall)]
+    calls = [Delta(tool_calls=[part]) for part in _calls(parts)]
     return [Delta(content=content), *calls] if content else calls
 
 
@@ -232,7 +248,8 @@ class Answered:
 
         A call begins without arguments, which follow, as at OpenAI: its documented clients keep
         the first part of a call and append later arguments to it. `reason` says why the answer
-        ended; None before its last piece.
+        ended; None before its last piece. A call that `max_tokens` cut is left out, if no part of
+        it was returned before.
 
         Raises:
           GrammarFailedError: the arguments of a call, or an answer, that had to match a schema do
@@ -242,7 +259,7 @@ class Answered:
             return [text] if text else []
         found = self._reader.push(text)
         if reason is not None:
-            found += self._reader.finish()
+            found += self._reader.finish(is_cut=reason == "length")
         added: list[str | AddedCall] = []
         for part in found:
             if isinstance(part, str):
@@ -251,7 +268,7 @@ class Answered:
                 if self._max_calls is not None and self.num_calls >= self._max_calls:
                     self._num_dropped += 1
                 else:
-                    added.append(self._added(part.name))
+                    added.append(self._added(part))
                     self._add_arguments(added, part.arguments)
             elif not self._num_dropped:
                 self._add_arguments(added, part.text)
@@ -259,7 +276,24 @@ class Answered:
             self._texts += [part for part in added if isinstance(part, str)]
         if reason == "stop":
             self._check()
+        if reason == "length" and self._is_cut:
+            added = self._without_cut(added)
         return added
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the last call has ended within its arguments."""
+        return self._reader is not None and self._reader.is_cut and not self._num_dropped
+
+    def _without_cut(self, added: list[str | AddedCall]) -> list[str | AddedCall]:
+        """Leave out the last call, of which no part was sent yet."""
+        last = self.num_calls - 1
+        is_new = any(part.id for part in _calls(added) if part.index == last)
+        if not is_new:
+            return added
+        self.num_calls = last
+        self._calls.pop()
+        return [p for p in added if not (isinstance(p, AddedCall) and p.index == last)]
 
     def _check(self) -> None:
         if self._answer is not None and not self._calls:
@@ -270,7 +304,7 @@ class Answered:
                     "llguidance let it pass; write that part of the schema in another way, and "
                     "report it with the schema"
                 )
-        for name, arguments in self._calls:
+        for name, arguments in self._calls[: -1 if self._is_cut else None]:
             schema = self._schemas.get(name)
             problem = None if schema is None else schema.problem(arguments)
             if problem is not None:
@@ -291,12 +325,13 @@ class Answered:
             added.append(AddedCall(index=self.num_calls - 1, function=function))
 
     def finish_reason(self, reason: str) -> str:
-        """Return why the sample ended: "tool_calls" instead of "stop" after a call."""
-        return "tool_calls" if self.num_calls and reason == "stop" else reason
+        """Return why the sample ended: "tool_calls" instead of "stop" after a whole call."""
+        has_called = self.num_calls and not self._is_cut
+        return "tool_calls" if has_called and reason == "stop" else reason
 
-    def _added(self, name: str) -> AddedCall:
+    def _added(self, call: Call) -> AddedCall:
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        self._calls.append([name, ""])
-        function = AddedFunction(name=name, arguments="")
-        id = f"call_{uuid.uuid4().hex[:24]}"
+        self._calls.append([call.name, ""])
+        function = AddedFunction(name=call.name, arguments="")
+        id = call.id or f"call_{uuid.uuid4().hex[:24]}"
         return AddedCall(index=index, id=id, type="function", function=function)

@@ -15,13 +15,12 @@ from jaxserve.models.tool_calls import (
     LIST,
     LLAMA3,
     MISTRAL,
-    Call,
-    CallReader,
-    MoreArguments,
+    JsonCall,
     ToolFormat,
     format_of,
     with_instruction,
 )
+from jaxserve.models.tool_reader import Call, CallReader, MoreArguments
 
 pytestmark = pytest.mark.fast
 
@@ -170,12 +169,17 @@ def test_without_tools_no_empty_list_is_offered():
     ]
 
 
+def _key(form: ToolFormat) -> str:
+    assert isinstance(form.call, JsonCall)
+    return form.call.arguments
+
+
 @pytest.mark.parametrize("form", [HERMES, LIST, MISTRAL, LLAMA3])
 def test_deeply_nested_calls_are_text(form):
     """What cannot be read without a RecursionError is no call."""
     deep = "[" * 5000 + "]" * 5000
-    body = f'{{"name": "add", "{form.arguments}": {deep}}}'
-    text = form.begin + (f"[{body}]" if form.is_list else body) + form.end
+    body = f'{{"name": "add", "{_key(form)}": {deep}}}'
+    text = form.begin + (form.opening + body + form.closing) + form.end
     reader = CallReader(form)
     found = [*reader.push(text), *reader.finish()]
     assert all(isinstance(each, str) for each in found)
@@ -220,7 +224,7 @@ def _joined(parts: list[Any]) -> list[str | Call]:
 def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
     """A known function's call comes when it begins, its arguments as they come; all is the same."""
     for cut in _cuts(text):
-        reader = CallReader(form, ("add", "now"))
+        reader = CallReader(form, {"add": {}, "now": {}})
         found = []
         for begin, end in zip([0, *cut], [*cut, len(text)], strict=True):
             found += reader.push(text[begin:end])
@@ -229,7 +233,7 @@ def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
 
 def _cpu_s(form: ToolFormat, text: str) -> float:
     """Return the processor's time to read a text in pieces of four characters."""
-    reader = CallReader(form, ("now",))
+    reader = CallReader(form, {"now": {}})
     begun_s = time.process_time()
     for i in range(0, len(text), 4):
         reader.push(text[i : i + 4])
@@ -244,14 +248,14 @@ def _long(kind: str, form: ToolFormat, count: int) -> str:
     if kind == "white space behind text":
         return f"So{' ' * 7 * count}"
     if kind == "white space behind arguments":
-        return f'{form.begin}{{"name": "now", "{form.arguments}": {{}}{" " * 7 * count}'
+        return f'{form.begin}{{"name": "now", "{_key(form)}": {{}}{" " * 7 * count}'
     if kind == "braces in a name":
         return f'{form.begin}{{"name": "{"{" * 7 * count}'
-    body = f'{{"name": "other", "{form.arguments}": {{"a": [{"[{}], " * count}1]}}}}'
-    return form.begin + (f"[{body}]" if form.is_list else body) + form.end
+    body = f'{{"name": "other", "{_key(form)}": {{"a": [{"[{}], " * count}1]}}}}'
+    return form.begin + (form.opening + body + form.closing) + form.end
 
 
-@pytest.mark.parametrize("form", [HERMES, LIST, MISTRAL, LLAMA3])
+@pytest.mark.parametrize("form", [LIST, LLAMA3])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -264,13 +268,13 @@ def _long(kind: str, form: ToolFormat, count: int) -> str:
 )
 def test_what_is_held_back_is_read_once(form, kind):
     """Eight times the text takes about eight times as long, not 64 times."""
-    short = max(0.01, min(_cpu_s(form, _long(kind, form, 3_000)) for _ in range(2)))
-    assert min(_cpu_s(form, _long(kind, form, 24_000)) for _ in range(2)) < 24 * short
+    short = max(0.001, min(_cpu_s(form, _long(kind, form, 200)) for _ in range(2)))
+    assert min(_cpu_s(form, _long(kind, form, 1_600)) for _ in range(2)) < 24 * short
 
 
 def test_arguments_come_before_the_call_ends():
     """Each piece of the arguments is returned at once."""
-    reader = CallReader(HERMES, ("add",))
+    reader = CallReader(HERMES, {"add": {}})
     assert reader.push('<tool_call>{"name": "add", "arguments": {"x"') == [
         Call("add", ""),
         MoreArguments('{"x"'),

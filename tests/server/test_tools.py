@@ -11,10 +11,12 @@ from jaxserve.core.errors import GrammarFailedError, InvalidGrammarError
 from jaxserve.engine.grammars import read_vocabulary
 from jaxserve.server.routes.chat import ChatRequest
 from jaxserve.server.schema import as_template_message
-from jaxserve.server.tools import Tools
+from jaxserve.server.tools import Answered, Tools, deltas, whole
 from tests.common.vocabularies import byte_level
 
 pytestmark = pytest.mark.fast
+
+HERMES = "{% if tools %}{% endif %}<tool_call>"
 
 ARGUMENTS = '{"a":  1, "b": "x \\u00e9"}'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -45,7 +47,7 @@ def _prompt(arguments: str, tools: Any, **templates: str) -> str:
     return prompt
 
 
-@pytest.mark.parametrize("arguments", [ARGUMENTS, "{not JSON", "", "[]", '"text"'])
+@pytest.mark.parametrize("arguments", [ARGUMENTS, "{not JSON", "[]", '"text"'])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_template_that_takes_text_gets_what_was_sent(tools, arguments):
     """Its prompt has the very text, as a model wrote it; invalid JSON too.
@@ -73,10 +75,19 @@ def test_other_templates_get_objects(tools):
         (ARGUMENTS, '{"a": 1, "b": "x é"}'),
         ("[1,2]", "[1, 2]"),
         ("{not JSON", '"{not JSON"'),
+        ("", "{}"),
         ("NaN", '"NaN"'),
     ):
         prompt = _prompt(arguments, tools, chat_template=template)
         assert prompt == f"user:q;assistant:({shown});tool:7;"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_arguments_that_are_empty_are_an_empty_object(tools):
+    """As OpenAI's clients send them for a call without arguments, and mistral-common 1.8 reads."""
+    text = _prompt("", tools, chat_template="{% if tools %}{% endif %}" + TEXT)
+    assert text == "user:q;assistant:({});tool:7;"
+    assert '"arguments": {}' in _prompt("", tools, chat_template=TEXT)
 
 
 def test_the_template_for_tools_decides_where_tools_are_given():
@@ -125,3 +136,85 @@ def test_a_grammar_of_calls_or_of_a_schema(template: str, call: str):
         tools.reader().push('{"color": "blue"}', "stop")
     with pytest.raises(InvalidGrammarError, match="minProperties"):
         tools.or_answer({"type": "object", "minProperties": 3})
+
+
+# ---- answers ----
+
+
+def _reader() -> Answered:
+    body = ChatRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+    )
+    return Tools(body.tools, None, None, byte_level(chat_template=HERMES)).reader()
+
+
+def _whole(text: str, reason: str) -> tuple[str | None, list[str], str]:
+    """Return the content, the arguments of the calls and the finish reason of a whole answer."""
+    answered = _reader()
+    message = whole(answered.push(text, reason))
+    calls = [call.function.arguments for call in message.tool_calls or []]
+    return message.content, calls, answered.finish_reason(reason)
+
+
+def _streamed(text: str, reason: str, size: int) -> tuple[str | None, list[str], str]:
+    """Return the same of an answer in pieces of so many characters."""
+    answered, content, calls = _reader(), "", list[str]()
+    for at in range(0, len(text), size):
+        is_last = at + size >= len(text)
+        for delta in deltas(answered.push(text[at : at + size], reason if is_last else None)):
+            content += delta.content or ""
+            for call in delta.tool_calls or []:
+                calls += [""] if call.id else []
+                calls[-1] += call.function.arguments
+    return content or None, calls, answered.finish_reason(reason)
+
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "1"}}\n</tool_call>'
+CUT = '\n<tool_call>\n{"name": "f", "arguments": {"a": "and so'
+
+
+def test_calls_before_the_cut_are_kept():
+    """An answer that `max_tokens` cuts has the whole calls, and no markup as content.
+
+    The right value is in the issue "Thinking, tools and the clients that people use". A stream has
+    sent the beginning of the cut call; OpenAI's finish reason `length` says that it is cut.
+    """
+    assert _whole(ONE + CUT, "length") == (None, ['{"a": "1"}'], "length")
+    assert _whole("So: " + ONE + CUT[:30], "length") == ("So:", ['{"a": "1"}'], "length")
+    assert _whole("So: " + CUT, "length") == ("So:", [], "length")
+    for size in (1, 7):
+        streamed = _streamed(ONE + CUT, "length", size)
+        assert streamed == (None, ['{"a": "1"}', '{"a": "and so'], "length")
+        assert _streamed(ONE + CUT[:30], "length", size) == (None, ['{"a": "1"}'], "length")
+
+
+def test_a_stop_string_in_arguments_is_the_same_whole_and_streamed():
+    """The call has what came before the stop string, and the finish reason is not `tool_calls`."""
+    for size in (1, 5, 1000):
+        assert (
+            _streamed(CUT, "stop", size) == _whole(CUT, "stop") == (None, ['{"a": "and so'], "stop")
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (r'{"a": "\ud800"}', r'{"a": "\ud800"}'),
+        (r'"{\"a\": \"\ud800\"}"', r'{"a": "\ud800"}'),
+        ('{"a": NaN, "b": [1e999, -Infinity]}', '{"a": "NaN", "b": ["1e999", "-Infinity"]}'),
+        ('{"a": "</tool_call>"}', '{"a": "</tool_call>"}'),
+        ("null", "{}"),
+    ],
+)
+def test_arguments_are_json_that_every_client_reads(arguments, right):
+    """RFC 8259 has no NaN and no Infinity; half of a surrogate pair is only sent as an escape."""
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    for answer in (_whole(text, "stop"), _streamed(text, "stop", 1)):
+        assert answer == (None, [right], "tool_calls")
+        answer[1][0].encode()
+
+
+def test_a_name_that_cannot_be_sent_is_no_call():
+    """Half of a surrogate pair in a name leaves the text as it is."""
+    text = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
+    assert _whole(text, "stop") == (text, [], "stop")
