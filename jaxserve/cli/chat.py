@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, final
 
@@ -25,7 +24,7 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console, ConsoleOptions, Group
     from rich.segment import Segment
 
     from jaxserve.conversations import Conversation
@@ -145,7 +144,7 @@ def _answer(
         # Closing the generator cancels an answer that is still being generated.
         with closing(conversation.stream(said, params)) as pieces, shown(console) as show:
             for piece in pieces:
-                show(piece.text)
+                show(piece.text, piece.reasoning)
         if console is None:
             typer.echo()
     except KeyboardInterrupt:
@@ -163,23 +162,40 @@ def _console() -> Console | None:
 
 
 @contextmanager
-def shown(console: Console | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows more of an answer: rendered on a console, or as it is.
+def shown(console: Console | None) -> Iterator[Callable[..., None]]:
+    """Yield a function that shows more of an answer, and of the thinking before it, dimmed.
 
-    On a console, the end of the answer moves while it grows, and at the end all of it is printed.
+    The answer is rendered on a console, or shown as it is. On a console, its end moves while it
+    grows, and at the end all of it is printed.
     """
     if console is None:
-        yield partial(typer.echo, nl=False)
+        yield _Plain().add
         return
     from rich.live import Live
-    from rich.markdown import Markdown
 
     answer = _Growing()
     try:
         with Live(answer, console=console, transient=True, refresh_per_second=_REFRESHES_PER_S):
             yield answer.add
     finally:
-        console.print(Markdown(answer.text))
+        console.print(answer.whole())
+
+
+@final
+class _Plain:
+    """Prints an answer as it is, with an empty line after its thinking."""
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def add(self, text: str, reasoning: str = "") -> None:
+        if reasoning:
+            typer.secho(reasoning, dim=True, nl=False)
+            self._is_thinking = True
+        if text and self._is_thinking:
+            typer.echo("\n")
+            self._is_thinking = False
+        typer.echo(text, nl=False)
 
 
 @final
@@ -187,16 +203,25 @@ class _Growing:
     """An answer as Markdown, of which the last lines that fit on the screen are drawn."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self._text = self._reasoning = ""
 
-    def add(self, text: str) -> None:
-        self.text += text
+    def add(self, text: str, reasoning: str = "") -> None:
+        self._text += text
+        self._reasoning += reasoning
+
+    def whole(self) -> Group:
+        """Return the thinking, dimmed, and the answer."""
+        from rich.console import Group
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        thinking = [Text(f"{self._reasoning}\n", style="dim")] if self._reasoning else []
+        return Group(*thinking, Markdown(self._text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        from rich.markdown import Markdown
         from rich.segment import Segment
 
-        lines = console.render_lines(Markdown(self.text), options.reset_height())
+        lines = console.render_lines(self.whole(), options.reset_height())
         for line in lines[-max(1, console.height - 1) :]:
             yield from line
             yield Segment.line()

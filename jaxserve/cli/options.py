@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -284,13 +285,38 @@ class SamplingOptions:
     ignore_eos: Annotated[
         bool, _sampling("--ignore-eos", "Continue after the model's end token.")
     ] = False
+    max_thinking_tokens: Annotated[
+        int | None,
+        _sampling("--max-thinking-tokens", "The end of thinking is written after this many."),
+    ] = None
+    template_kwargs: Annotated[
+        str | None,
+        _sampling(
+            "--template-kwargs",
+            "Variables of the chat template as JSON, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None
 
     def params(self, **more: Any) -> SamplingParams:
         """Return the sampling parameters, with additional fields of the command."""
         fields: dict[str, Any] = {**vars(self), "stop": tuple(self.stop or ()), **more}
+        fields["template_kwargs"] = parsed_kwargs(self.template_kwargs)
         return SamplingParams(
             **{name: value for name, value in fields.items() if value is not None}
         )
+
+
+def parsed_kwargs(text: str | None) -> Any:
+    """Return the variables of a chat template from their JSON; None without any."""
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConfigError(
+            f"--template-kwargs {text:.80} is not JSON: {error}; pass an object such as "
+            "'{\"enable_thinking\": false}'"
+        ) from None
 
 
 @final

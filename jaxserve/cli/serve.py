@@ -114,6 +114,14 @@ def serve(
         bool,
         _server("--strict-fields", "Refuse fields of requests that have no effect here."),
     ] = False,
+    template_kwargs: Annotated[
+        str | None,
+        _server(
+            "--template-kwargs",
+            "Variables of the chat template as JSON, for chats that do not set them, such as "
+            "'{\"enable_thinking\": false}'.",
+        ),
+    ] = None,
     metrics_prefix: Annotated[
         str, _server("--metrics-prefix", 'First part of metrics\' names; "vllm" is usual too.')
     ] = "jaxserve",
@@ -167,6 +175,7 @@ def serve(
             latency_classes=server.parse_latency_classes(latency_class or ()),
             adapter_folder=adapter_folder,
             strict_fields=strict_fields,
+            template_kwargs=opt.parsed_kwargs(template_kwargs) or {},
             metrics_prefix=metrics_prefix,
             log_requests=log_requests,
             log_prompts=log_prompts,

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.conversations.journal import Journal, JournalEntry
@@ -35,7 +35,7 @@ from jaxserve.core.errors import (
     UnknownConversationError,
 )
 from jaxserve.core.off_loop import entered, in_thread
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -181,9 +181,12 @@ class Conversation:
           RuntimeClosedError, EngineFailedError
         """
         params = _checked(params)
-        with self._turn(said) as prompt:
+        with self._turn(said, params) as prompt:
             completion = self._home.client.answer(
-                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+                prompt.token_ids,
+                _of_tokens(prompt, params),
+                conversation_id=self.id,
+                timeout_s=timeout_s,
             )
             self._keep_completion(prompt, params, completion)
         return completion
@@ -207,10 +210,10 @@ class Conversation:
           on_piece: as for `TurnClient.aanswer`.
         """
         params = _checked(params)
-        async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
+        async with entered(self._turn(said, params, max_prompt_tokens, render)) as prompt:
             completion = await self._home.client.aanswer(
                 prompt.token_ids,
-                params,
+                _of_tokens(prompt, params),
                 conversation_id=self.id,
                 timeout_s=timeout_s,
                 on_piece=on_piece,
@@ -231,9 +234,12 @@ class Conversation:
         """
         params = _checked(params)
         received = _Received()
-        with self._turn(said) as prompt:
+        with self._turn(said, params) as prompt:
             pieces = self._home.client.stream(
-                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+                prompt.token_ids,
+                _of_tokens(prompt, params),
+                conversation_id=self.id,
+                timeout_s=timeout_s,
             )
             with self._in_time(received, timeout_s), closing(pieces):
                 for piece in pieces:
@@ -254,9 +260,12 @@ class Conversation:
         """`stream` for asyncio. Close the generator (`contextlib.aclosing`) to leave it early."""
         params = _checked(params)
         received = _Received()
-        async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
+        async with entered(self._turn(said, params, max_prompt_tokens, render)) as prompt:
             pieces = self._home.client.astream(
-                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+                prompt.token_ids,
+                _of_tokens(prompt, params),
+                conversation_id=self.id,
+                timeout_s=timeout_s,
             )
             with self._in_time(received, timeout_s):
                 async with aclosing(pieces):
@@ -303,11 +312,18 @@ class Conversation:
 
     @contextmanager
     def _turn(
-        self, said: Said, limit: int | None = None, render: Render | None = None
+        self,
+        said: Said,
+        params: SamplingParams,
+        limit: int | None = None,
+        render: Render | None = None,
     ) -> Iterator[NextPrompt]:
         with self._alone(), self._home.journal.using(self.id):
             self._catch_up()
-            prompt = next_prompt(self._home.tokenizer, self._history, self._start, said, render)
+            variables = params.template_kwargs
+            prompt = next_prompt(
+                self._home.tokenizer, self._history, self._start, said, render, variables
+            )
             most, num_history = self._home.client.max_prompt_tokens, len(self._history.token_ids)
             if num_history and len(prompt.token_ids) > most:
                 num_new = len(prompt.token_ids) - num_history
@@ -347,8 +363,7 @@ class Conversation:
             raise completion.error
         if completion.finish_reason == "cancelled":
             raise self._cancelled()
-        tokens, text = completion.token_ids, completion.text
-        self._keep(prompt, params, tokens, text, completion.finish_reason)
+        self._keep(prompt, params, completion.samples[0])
 
     def _keep_received(
         self, prompt: NextPrompt, params: SamplingParams, received: _Received
@@ -356,32 +371,39 @@ class Conversation:
         last = received.last
         if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
             raise self._cancelled()
-        text = "".join(received.texts)
-        self._keep(prompt, params, received.token_ids, text, last.finish_reason)
+        sample = Sample(
+            text="".join(received.texts),
+            token_ids=tuple(received.token_ids),
+            finish_reason=last.finish_reason,
+            reasoning="".join(received.reasoning),
+        )
+        self._keep(prompt, params, sample)
         return last
 
-    def _keep(
-        self,
-        prompt: NextPrompt,
-        params: SamplingParams,
-        answer: Sequence[int],
-        text: str,
-        finish_reason: str,
-    ) -> None:
-        tokenizer = self._home.tokenizer
-        if finish_reason == "stop" and prompt.messages is not None and tokenizer is not None:
+    def _keep(self, prompt: NextPrompt, params: SamplingParams, sample: Sample) -> None:
+        tokenizer, answer = self._home.tokenizer, sample.token_ids
+        is_stopped = sample.finish_reason == "stop"
+        if is_stopped and prompt.messages is not None and tokenizer is not None:
             skip = params.skip_special_tokens
+            thinking = None
+            if params.separate_reasoning is not False:
+                thinking = tokenizer.thinking_after(prompt.token_ids)
             answer = kept_answer(
-                tokenizer, answer, text, after=prompt.token_ids, skip_special_tokens=skip
+                tokenizer,
+                sample,
+                after=prompt.token_ids,
+                skip_special_tokens=skip,
+                thinking=thinking,
             )
         turn = Turn(
             num_kept=prompt.num_kept,
             prompt=prompt.token_ids[prompt.num_kept :],
-            answer=tuple(answer),
+            answer=answer,
             messages=prompt.messages,
-            text=text,
-            finish_reason=finish_reason,
+            text=sample.text,
+            finish_reason=sample.finish_reason,
             finished_s=time.time(),
+            reasoning=sample.reasoning or "",
         )
         history = self._history.extended(turn)
         home = self._home
@@ -444,15 +466,25 @@ class _Received:
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     last: Piece | None = None
 
     def goes_on(self, piece: Piece) -> bool:
         """Add a piece; return whether it is not the last."""
         self.token_ids += piece.token_ids
         self.texts.append(piece.text)
+        self.reasoning.append(piece.reasoning)
         if piece.finish_reason is not None:
             self.last = piece
         return self.last is None
+
+
+def _of_tokens(prompt: NextPrompt, params: SamplingParams) -> SamplingParams:
+    """Return the parameters with which the tokens of a rendered prompt are answered."""
+    is_read = params.separate_reasoning
+    if is_read is None and prompt.messages is not None:
+        is_read = True
+    return replace(params, separate_reasoning=is_read, template_kwargs=None)
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

@@ -29,7 +29,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.options import JournalLimits
 
 _log = logging.getLogger(__name__)
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _APPLICATION_ID = 0x4A585356
 _LOCK_TIMEOUT_S = 10.0
 _SCHEMA = """
@@ -53,6 +53,7 @@ CREATE TABLE turn (
   text TEXT NOT NULL,
   finish_reason TEXT NOT NULL,
   finished_s REAL NOT NULL,
+  reasoning TEXT NOT NULL DEFAULT '',  -- since version 2
   PRIMARY KEY (conversation, number)
 );
 -- Deletions of which there may be traces in the files.
@@ -198,7 +199,7 @@ class Journal:
             if changed != 1:
                 raise _conflict(id)
             db.executemany(
-                f"INSERT INTO turn (conversation, number, {_TURN}) VALUES (?,?,?,?,?,?,?,?,?)",
+                f"INSERT INTO turn (conversation, number, {_TURN}) VALUES (?,?,?,?,?,?,?,?,?,?)",
                 [(key, first + i, *_turn_row(turn)) for i, turn in enumerate(turns)],
             )
             row = db.execute(f"SELECT {_ENTRY} FROM conversation WHERE key = ?", (key,)).fetchone()
@@ -357,7 +358,8 @@ class Journal:
 
 _EMPTY_LOG = "PRAGMA wal_checkpoint(TRUNCATE)"
 _ENTRY = "key, id, vocabulary, created_s, used_s, num_turns, num_tokens"
-_TURN = "num_kept, prompt, answer, messages, text, finish_reason, finished_s"
+_TURN = "num_kept, prompt, answer, messages, text, finish_reason, finished_s, reasoning"
+_ADD_REASONING = "ALTER TABLE turn ADD COLUMN reasoning TEXT NOT NULL DEFAULT ''"
 
 
 def _entry(row: tuple[Any, ...]) -> JournalEntry:
@@ -374,11 +376,12 @@ def _turn_row(turn: Turn) -> tuple[Any, ...]:
         turn.text,
         turn.finish_reason,
         turn.finished_s,
+        turn.reasoning,
     )
 
 
 def _turn(row: tuple[Any, ...]) -> Turn:
-    num_kept, prompt, answer, messages, text, finish_reason, finished_s = row
+    num_kept, prompt, answer, messages, text, finish_reason, finished_s, reasoning = row
     return Turn(
         num_kept=num_kept,
         prompt=_unpacked(prompt),
@@ -387,6 +390,7 @@ def _turn(row: tuple[Any, ...]) -> Turn:
         text=text,
         finish_reason=finish_reason,
         finished_s=finished_s,
+        reasoning=reasoning,
     )
 
 
@@ -487,7 +491,10 @@ def _check_version(db: sqlite3.Connection, where: str) -> None:
 
 
 def _make_tables(db: sqlite3.Connection, where: str) -> None:
-    """Create the tables of a new file. Check in any case that the file can be written."""
+    """Create the tables of a new file, or bring an older file's up to date.
+
+    Check in any case that the file can be written.
+    """
     db.execute("BEGIN IMMEDIATE")
     try:
         _check_version(db, where)  # another process may have been faster
@@ -496,6 +503,9 @@ def _make_tables(db: sqlite3.Connection, where: str) -> None:
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        elif version == 1:
+            db.execute(_ADD_REASONING)
+        if version < SCHEMA_VERSION:
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
     finally:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.conversations.turns import History, Message
 from jaxserve.core.errors import EmptyPromptError, InvalidRequestError
-from jaxserve.core.request import check_messages
+from jaxserve.core.request import Sample, check_messages
 
 if TYPE_CHECKING:
+    from jaxserve.models.thinking import Thinking
     from jaxserve.models.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def next_prompt(
     start: Sequence[Message],
     said: Said,
     render: Render | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> NextPrompt:
     """Return the prompt that continues `history` with `said`.
 
@@ -70,11 +72,17 @@ def next_prompt(
         follow the history directly.
       render: writes the messages; by default the chat template does, without tools. If it differs
         from the newest prompt that was tokenized as a whole, it tokenizes all messages.
+      variables: those of the chat template, without `render`.
 
     Raises:
       InvalidRequestError: one of its subclasses.
     """
     messages, token_ids = _parsed(said)
+    if messages is None and variables:
+        raise InvalidRequestError(
+            "template_kwargs are variables of a chat template, and this turn is of token ids; "
+            "leave them out"
+        )
     if messages is None:
         if start or (history.turns and history.is_chat):
             raise InvalidRequestError(
@@ -88,22 +96,24 @@ def next_prompt(
             "a conversation of messages needs a tokenizer and this runtime has none; give token "
             "ids, or pass tokenizer= to Runtime"
         )
+    is_plain = render is None and not variables
+    render = render or _Template(tokenizer, variables)
     if not history.turns:
         messages = (*start, *messages)
-        whole = render.prompt(messages) if render else tokenizer.apply_chat_template(messages)
+        whole = render.prompt(messages)
         return NextPrompt(token_ids=tuple(whole), num_kept=0, messages=messages)
     if not history.is_chat:
         raise InvalidRequestError(
             "this conversation is of token ids, and messages cannot go on with it; give token ids, "
             "or begin another conversation"
         )
-    is_same = render is None or _is_written_by(render, history)
+    is_same = is_plain or _is_written_by(render, history)
     added = _continuation(tokenizer, history, messages, render) if is_same else None
     if added is not None:
         kept = history.token_ids
         return NextPrompt(token_ids=(*kept, *added), num_kept=len(kept), messages=messages)
     said = [*history.messages, *messages]
-    whole = render.prompt(said) if render else tokenizer.apply_chat_template(said)
+    whole = render.prompt(said)
     pairs = zip(whole, history.token_ids, strict=False)
     num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     _log.warning(
@@ -115,36 +125,63 @@ def next_prompt(
     return NextPrompt(token_ids=tuple(whole), num_kept=num_kept, messages=messages)
 
 
+@final
+@dataclass(frozen=True)
+class _Template:
+    """Renders chats without tools, with these variables."""
+
+    tokenizer: Tokenizer
+    variables: Mapping[str, Any] | None
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        return self.tokenizer.apply_chat_template(messages, variables=self.variables)
+
+    def continuation(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+    ) -> Sequence[int] | None:
+        return self.tokenizer.chat_continuation(asked, answer, new, variables=self.variables)
+
+
 def kept_answer(
     tokenizer: Tokenizer,
-    answer: Sequence[int],
-    text: str,
+    sample: Sample,
     *,
     after: Sequence[int],
     skip_special_tokens: bool,
+    thinking: Thinking | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of an answer that ended with "stop", without what ended it.
 
     A stop string or stop token is not part of the answer: the history has the tokens of the text,
     and the model's end token if that ended it. If a token reaches past the text, its part of the
-    text is tokenized again. `after` has the tokens of the prompt.
+    text is tokenized again. `after` has the tokens of the prompt. An answer that a stop string
+    ended while it thought is kept whole.
     """
+    answer, text = sample.token_ids, sample.text
     if not answer or answer[-1] in tokenizer.eos_token_ids:
-        return tuple(answer)
+        return answer
     if not text:
-        return ()
-    decoder, pushed = tokenizer.stream_decoder(skip_special_tokens, after=after), 0
-    num_kept = num_shown = 0
+        return answer if sample.reasoning else ()
+    reader, shown = (None, ()) if thinking is None else (thinking.reader(), thinking.shown)
+    decoder = tokenizer.stream_decoder(skip_special_tokens, after=after, shown=shown)
+    pushed = num_kept = num_shown = 0
     for i, token_id in enumerate(answer, 1):
-        pushed += len(decoder.push([token_id]))
+        new = decoder.push([token_id])
+        pushed += len(new if reader is None else reader.push(new)[1])
+        if reader is not None and reader.phase != "answer":
+            num_kept = i
+            continue
         num_known = pushed + len(decoder.kept())
         if num_known == len(text):
-            return tuple(answer[:i])
+            return answer[:i]
         if num_known > len(text):
             return (*answer[:num_kept], *_encoded_after(tokenizer, text[num_shown:]))
         if num_known > num_shown:
             num_kept, num_shown = i, num_known
-    return tuple(answer)  # which ends inside a character
+    return answer  # which ends inside a character
 
 
 def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -210,15 +247,14 @@ def _is_written_by(render: Render, history: History) -> bool:
 
 
 def _continuation(
-    tokenizer: Tokenizer, history: History, messages: Sequence[Message], render: Render | None
+    tokenizer: Tokenizer, history: History, messages: Sequence[Message], render: Render
 ) -> Sequence[int] | None:
     """Return the token ids between the history and the next answer, or None (see `ChatTemplate`).
 
     The template's end of a turn is left out or added, so that it follows the last answer once.
     """
     last = history.turns[-1]
-    go_on = render.continuation if render else tokenizer.chat_continuation
-    added = go_on(history.asked, last.reply, messages)
+    added = render.continuation(history.asked, last.reply, messages)
     if added is None or not last.answer or last.answer[-1] not in tokenizer.eos_token_ids:
         return added
     for i, token_id in enumerate(added):

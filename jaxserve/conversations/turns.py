@@ -21,8 +21,10 @@ class Turn:
       answer: token ids; in a chat, those of the text, and the model's end token if that ended it.
       messages: the new messages, in the first turn with those that began the conversation; None if
         the turn is token ids.
+      text: the answer, without what the model thought.
       finish_reason: "stop" or "length".
       finished_s: seconds since 1970.
+      reasoning: what the model thought; "" if it did not think.
     """
 
     num_kept: int
@@ -32,10 +34,13 @@ class Turn:
     text: str
     finish_reason: str
     finished_s: float
+    reasoning: str = ""
 
     @property
     def reply(self) -> Message:
-        return {"role": "assistant", "content": self.text}
+        """The answer as a message of the history."""
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.text, **thought}
 
 
 @final

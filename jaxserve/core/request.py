@@ -64,6 +64,7 @@ class Request:
         padding, which fill whole pages; 0 for a model without an encoder.
       num_padding: padding tokens at their end, which no query attends to.
       grammar: the compiled `params.constraint`, for the engine; None without one.
+      thinking: how the answer may think (`models.thinking.Thinking`); None if it is not read.
       awaits_tokens: whether each of its tokens must be read before the next one is chosen.
       has_bounds: whether `params` bound any of its latencies.
     """
@@ -83,12 +84,13 @@ class Request:
     num_encoded: int = 0
     num_padding: int = 0
     grammar: object = field(default=None, compare=False, repr=False)
+    thinking: object = field(default=None, compare=False, repr=False)
     awaits_tokens: bool = field(init=False, compare=False, repr=False)
     has_bounds: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Read for every running sequence in every step.
-        object.__setattr__(self, "awaits_tokens", self.params.is_constrained)
+        object.__setattr__(self, "awaits_tokens", self.params.is_followed)
         object.__setattr__(self, "has_bounds", bool(self.params.bounds))
 
     def __repr__(self) -> str:
@@ -266,6 +268,9 @@ class Sample:
 
     Attributes:
       text: ends before a stop string. Tokens are not split, so the last one may reach past it.
+      reasoning: what the model thought, of a chat (`SamplingParams.separate_reasoning`); `text` is
+        the answer without it. None if it did not think.
+      num_reasoning_tokens: tokens of the thinking, with its marks.
       token_ids: with the stop token that ended the sample, which a trainer needs.
       version_runs: (version, number of tokens) of the weights that computed the tokens, in
         order; versions increase. See `Runtime.update_params`.
@@ -276,6 +281,8 @@ class Sample:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
     version_runs: tuple[tuple[int, int], ...] = ()
+    reasoning: str | None = None
+    num_reasoning_tokens: int = 0
 
     def __repr__(self) -> str:
         """Return the text, shortened, the number of tokens, and why it ended."""
@@ -330,6 +337,10 @@ class Completion:
     @property
     def text(self) -> str:
         return self.samples[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.samples[0].reasoning
 
     @property
     def token_ids(self) -> tuple[int, ...]:

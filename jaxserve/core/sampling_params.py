@@ -126,6 +126,28 @@ def _num_parts(name: str, value: Any) -> int:
     return sum(map(value.count, "{[")) if name == "json_schema" else 0
 
 
+# Variables that templates get from elsewhere.
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def checked_kwargs(given: Any) -> dict[str, Any]:
+    """Return variables of a chat template as plain JSON; else InvalidSamplingParamsError."""
+    try:
+        plain = json.loads(json.dumps(dict(given), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidSamplingParamsError(
+            f"template_kwargs={given!r:.200} is not plain JSON: {error}; pass a mapping such as "
+            '{"enable_thinking": False}'
+        ) from None
+    bad = next((n for n in plain if not n.isidentifier() or n in _OWN_VARIABLES), None)
+    if bad is not None:
+        raise InvalidSamplingParamsError(
+            f"template_kwargs has the name {bad!r}; names are those of variables that the chat "
+            f"template reads, except {', '.join(_OWN_VARIABLES)}"
+        )
+    return plain
+
+
 # Sizes of per-slot device arrays; parameters that need more are refused at construction.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 128
@@ -192,7 +214,14 @@ class SamplingParams:
       regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.
       grammar: the answer matches a Lark or GBNF grammar.
       choice: the answer is one of these strings. At most one of these five may be given
-        (`docs/structured_output.md`).
+        (`docs/structured_output.md`). After a chat, they bind from the end of the thinking on.
+      separate_reasoning: put what the model thinks into `reasoning` in place of `text`. None does
+        so for a prompt of chat messages, True for any prompt that ends as the model's chats do, and
+        False for none.
+      max_thinking_tokens: after this many tokens of thinking its end is written, and the answer
+        goes on; None for no limit. It has no effect on a model that does not think.
+      template_kwargs: variables of the chat template, for a prompt of chat messages, such as
+        `{"enable_thinking": False}`; plain JSON.
 
     Raises:
       InvalidSamplingParamsError: a field is unknown or out of range; the message names it.
@@ -227,6 +256,9 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    separate_reasoning: bool | None = None
+    max_thinking_tokens: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
     if not TYPE_CHECKING:  # type checkers and editors know the fields
 
@@ -260,6 +292,8 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
         if self.choice is not None and not isinstance(self.choice, str):
             self._convert("choice", self.choice, tuple, "a list of strings")
+        if self.template_kwargs is not None:
+            object.__setattr__(self, "template_kwargs", checked_kwargs(self.template_kwargs))
         self._check_ranges()
         self._check_contradictions()
         check_constraints(self)
@@ -296,6 +330,11 @@ class SamplingParams:
         )
 
     @property
+    def is_followed(self) -> bool:
+        """Whether the host has to read each token before the next one is chosen."""
+        return self.max_thinking_tokens is not None or self.is_constrained
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
@@ -326,6 +365,12 @@ class SamplingParams:
         _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, top, optional=True)
         _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
+        _whole("max_thinking_tokens", self.max_thinking_tokens, 0, _INT32_MAX, optional=True)
+        if self.separate_reasoning not in (None, True, False):
+            raise InvalidSamplingParamsError(
+                f"separate_reasoning={self.separate_reasoning!r} is not allowed; pass True, False "
+                "or None"
+            )
         self._keep_real("temperature", 0.0, 100.0)
         self._keep_real("top_p", 0.0, 1.0, open_low=True)
         self._keep_real("min_p", 0.0, 1.0)

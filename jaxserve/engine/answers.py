@@ -20,6 +20,7 @@ from jaxserve.core.request import (
     TokenLogprob,
 )
 from jaxserve.engine.grammars import CompiledGrammar
+from jaxserve.models.thinking import Thinking
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Phase
@@ -54,10 +55,27 @@ class TextAssembler:
       stops: strings that end the text. A control token that the text leaves out is searched for
         too, if one of them contains its text.
       min_tokens: a stop string that ends within this many tokens does not count, as in vLLM.
+      thinking: how the sample may think; None if its text is not separated.
+
+    Attributes:
+      text: all of it, the thinking with its marks included.
+      num_reasoning: the number of tokens of the thinking so far.
     """
 
-    def __init__(self, decoder: Detokenizer, stops: Sequence[str], min_tokens: int = 0):
+    def __init__(
+        self,
+        decoder: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        thinking: Thinking | None = None,
+    ):
         self.text = ""
+        self.num_reasoning = 0
+        self._thinking = thinking
+        # Of what has been decoded, to count its tokens, and of what is delivered.
+        self._counting = None if thinking is None else thinking.reader()
+        self._delivering = None if thinking is None else thinking.reader()
+        self._num_uncounted = 0
         self._decoder = decoder
         self._stops = stops
         self._min_tokens = min_tokens
@@ -72,10 +90,14 @@ class TextAssembler:
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Append tokens; return how many complete a stop string, which the text ends before."""
         if not self._stops:
-            self.text += self._decoder.push(token_ids)
+            if self._counting is None:
+                self.text += self._decoder.push(token_ids)
+            else:
+                for token_id in token_ids:
+                    self._add(token_id)
             return None
         for used, token_id in enumerate(token_ids, 1):
-            self.text += self._decoder.push([token_id])
+            self._add(token_id)
             # A stop string ends the answer at its own last token, although the decoder may still
             # wait for a byte that changes how the last bytes are shown.
             known = self.text + self._decoder.kept()
@@ -90,19 +112,48 @@ class TextAssembler:
                 return used
         return None
 
+    def _add(self, token_id: int) -> None:
+        text = self._decoder.push([token_id])
+        self.text += text
+        reader = self._counting
+        if reader is None:
+            return
+        self._num_uncounted += 1
+        reader.push(text)
+        if reader.has_thought:
+            self.num_reasoning += self._num_uncounted
+        if reader.has_thought or reader.phase == "answer":
+            self._num_uncounted = 0
+        if reader.phase == "answer":
+            self._counting = None
+
     def whole(self) -> str:
-        return self.text + self._decoder.kept()
+        """Return the text of the answer, without its thinking."""
+        return self._split(self.text + self._decoder.kept())[1]
+
+    def parts(self) -> tuple[str, str]:
+        """Return the reasoning and the text of the answer when it has ended."""
+        return self._split(self.text)
+
+    def _split(self, text: str) -> tuple[str, str]:
+        return ("", text) if self._thinking is None else self._thinking.split(text)
 
     def finish(self) -> None:
         """Append the text that the decoder held back, unless a stop string has ended the text."""
         self.text += self._decoder.flush()
 
-    def take(self, *, is_final: bool) -> str:
-        """Return the new text that is certain to be part of the answer."""
+    def take(self, *, is_final: bool) -> tuple[str, str]:
+        """Return the new reasoning and text that are certain to be part of the answer."""
         end = len(self.text) if is_final else self._num_certain()
         piece = self.text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
-        return piece
+        if self._delivering is None:
+            return "", piece
+        reasoning, text = self._delivering.push(piece)
+        if is_final:
+            more, rest = self._delivering.finish()
+            reasoning, text = reasoning + more, text + rest
+        return reasoning, text
 
     def _extend_tail(self, known: str, hidden: str) -> int:
         """Append what a token adds to what is searched; return the length of the tail before."""
@@ -134,6 +185,8 @@ class Piece:
     """New text and tokens of one sample from one step.
 
     Attributes:
+      reasoning: new text of the thinking, which comes before that of the answer.
+      num_reasoning: how many of the tokens are thinking.
       logprobs: those of `token_ids`; None if the request did not ask for them.
       estimate: the expected length of the sample when it is new: with the first piece, and after a
         probe has changed it.
@@ -149,6 +202,8 @@ class Piece:
     estimate: LengthEstimate | None = None
     weights_version: int = 0
     num_cached_tokens: int = 0
+    reasoning: str = ""
+    num_reasoning: int = 0
 
 
 PieceSink = Callable[[Piece], None]
@@ -222,6 +277,7 @@ class Answer:
         count = request.params.n
         self._assemblers = self._new_assemblers()
         self._num_delivered = [0] * count
+        self._num_reasoning = [0] * count
         self._was_cut = [False] * count
         self._reported_end = [False] * count
         self._estimates: list[LengthEstimate | None] = [None] * count
@@ -267,6 +323,7 @@ class Answer:
             scheduler.restart(sequence, keeps_output=keeps_output)
         if not keeps_output:
             self._num_delivered = [0] * len(self._num_delivered)
+            self._num_reasoning = [0] * len(self._num_reasoning)
             self._versions = [TokenVersions(versions.newest) for versions in self._versions]
             self._assemblers = self._new_assemblers()
 
@@ -309,8 +366,12 @@ class Answer:
         if self._decoder is None:
             return []
         params = self.request.params
+        thinking = self.request.thinking
+        if not isinstance(thinking, Thinking) or params.separate_reasoning is False:
+            thinking = None
         return [
-            TextAssembler(self._decoder(), params.stop, params.min_tokens) for _ in range(params.n)
+            TextAssembler(self._decoder(), params.stop, params.min_tokens, thinking)
+            for _ in range(params.n)
         ]
 
     def _validate(self, sequence: Running, scheduler: Scheduler) -> None:
@@ -318,7 +379,10 @@ class Answer:
         i, grammar = sequence.sample_index, self.request.grammar
         if not isinstance(grammar, CompiledGrammar) or grammar.schema is None or self._was_cut[i]:
             return
-        problem = grammar.schema.problem(self._assemblers[i].whole())
+        answer, thinking = self._assemblers[i].whole(), self.request.thinking
+        if self.request.params.separate_reasoning is False and isinstance(thinking, Thinking):
+            _, answer = thinking.split(answer)
+        problem = grammar.schema.problem(answer)
         if problem is not None:
             error = GrammarFailedError(
                 f"the answer does not validate against its json_schema ({problem}), although "
@@ -355,9 +419,15 @@ class Answer:
         self._reported_end[i] = ended
         if self._sink is None:
             return
-        text = self._assemblers[i].take(is_final=ended) if self._assemblers else ""
+        reasoning = text = ""
+        num_reasoning = 0
+        if self._assemblers:
+            reasoning, text = self._assemblers[i].take(is_final=ended)
+            num_known = self._assemblers[i].num_reasoning
+            num_reasoning = num_known - self._num_reasoning[i]
+            self._num_reasoning[i] = num_known
         reason = sequence.finish_reason if ended else None
-        if text or new or ended:
+        if text or reasoning or new or ended:
             self._notify(
                 Piece(
                     text=text,
@@ -368,6 +438,8 @@ class Answer:
                     estimate=estimate,
                     weights_version=self._versions[i].newest,
                     num_cached_tokens=sequence.kv.num_found,
+                    reasoning=reasoning,
+                    num_reasoning=num_reasoning,
                 )
             )
 
@@ -408,14 +480,17 @@ class Answer:
     def _sample(self, sequence: Running) -> Sample:
         assert sequence.finish_reason is not None
         i = sequence.sample_index
+        reasoning, text = self._assemblers[i].parts() if self._assemblers else ("", "")
         return Sample(
-            text=self._assemblers[i].text if self._assemblers else "",
+            text=text,
             token_ids=tuple(sequence.output),
             finish_reason=sequence.finish_reason,
             logprobs=tuple(sequence.scores.output)
             if self.request.params.logprobs is not None
             else None,
             version_runs=self._versions[i].runs(len(sequence.output)),
+            reasoning=reasoning or None,
+            num_reasoning_tokens=self._assemblers[i].num_reasoning if self._assemblers else 0,
         )
 
 

@@ -24,7 +24,8 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import Constraint
 from jaxserve.engine.gbnf import is_gbnf, lark_of
 from jaxserve.engine.grammar_compilation import CompileJob, CompileThreads, GrammarTrials, closed
-from jaxserve.engine.matcher import Matcher, first_line
+from jaxserve.engine.matcher import Matcher, ThinkingMatcher, first_line
+from jaxserve.models.thinking import Thinking
 from jaxserve.scheduling.plan import TokenMasks
 
 if TYPE_CHECKING:  # engines, which policies are checked with, load no JAX
@@ -97,7 +98,7 @@ class CompiledGrammar:
 
 
 class _Task(NamedTuple):
-    matcher: Matcher
+    matcher: Matcher | ThinkingMatcher
     given: tuple[Any, ...]
 
 
@@ -149,16 +150,32 @@ class Grammars:
             found = self._result(constraint, self._job(constraint, vocabulary))
         return found
 
-    def matcher(self, request: Request) -> Matcher:
-        assert isinstance(request.grammar, CompiledGrammar), "a request without its grammar"
+    def matcher(self, request: Request) -> Matcher | ThinkingMatcher:
+        inner, ends = self._in_grammar(request)
+        thinking, skip = request.thinking, request.params.skip_special_tokens
+        if not isinstance(thinking, Thinking):
+            assert inner is not None, "a request without its grammar"
+            return inner
+        return ThinkingMatcher(
+            inner,
+            thinking,
+            lambda: self._tokenizer.stream_decoder(skip, shown=thinking.shown),
+            request.params.max_thinking_tokens,
+            ends,
+        )
+
+    def _in_grammar(self, request: Request) -> tuple[Matcher | None, tuple[int, ...]]:
+        """Return the matcher of a request's grammar, if it has one, and what ends an answer."""
+        if not isinstance(request.grammar, CompiledGrammar):
+            return None, ()
         inner = request.grammar.template.deep_copy()
-        if not request.params.min_tokens:
-            return Matcher(inner)
         # Among them the one that stands for an end if the model has no end token.
         ends = {*request.stop_token_ids, *self._eos_token_ids, self._vocabulary.eos_token}
-        return Matcher(inner, request.params.min_tokens, tuple(ends))
+        return Matcher(inner, request.params.min_tokens, tuple(ends)), tuple(ends)
 
-    def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
+    def masks(
+        self, rows: tuple[int, ...], matchers: Sequence[Matcher | ThinkingMatcher]
+    ) -> TokenMasks:
         """Begin to compute masks on other threads, one for each row, in the order of the matchers.
 
         A matcher has one row, and one more after each token that it has proposed. If llguidance
@@ -176,23 +193,25 @@ class Grammars:
             self._trials.close()
         self._masking.shutdown(wait=False, cancel_futures=True)
 
-    def _masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+    def _masks(self, matchers: Sequence[Matcher | ThinkingMatcher]) -> np.ndarray:
         begin_s = time.perf_counter()
-        package = llguidance()
-        assert self._vocabulary is not None, "a matcher without a vocabulary"
-        size = self._vocabulary.vocab_size
+        size = self._vocab_size if self._vocabulary is None else self._vocabulary.vocab_size
         starts = [0, *itertools.accumulate(1 + len(matcher.proposed) for matcher in matchers)]
-        words = package.numpy.allocate_token_bitmask(starts[-1], size)
+        words = np.full((starts[-1], -(-size // 32)), -1, np.int32)
         # llguidance has a function for matchers with proposals, and another one for those without.
         drafted, others = list[_Task](), list[_Task]()
         for matcher, start in zip(matchers, starts, strict=False):
+            inner = matcher.inner
+            if inner is None:  # it thinks
+                continue
             if matcher.proposed:
-                task = matcher.inner, start, list(matcher.proposed)
-                drafted.append(_Task(matcher, task))
+                drafted.append(_Task(matcher, (inner, start, list(matcher.proposed))))
             else:
-                others.append(_Task(matcher, (matcher.inner, start)))
-        self._fill(package.numpy.fill_next_token_bitmask_par_with_draft_tokens, drafted, words)
-        self._fill(package.numpy.fill_next_token_bitmask_par, others, words)
+                others.append(_Task(matcher, (inner, start)))
+        if drafted or others:
+            fill = llguidance().numpy
+            self._fill(fill.fill_next_token_bitmask_par_with_draft_tokens, drafted, words)
+            self._fill(fill.fill_next_token_bitmask_par, others, words)
         seconds = (time.perf_counter() - begin_s) / len(matchers)
         masks = words.view(np.uint32)
         for matcher, start, end in zip(matchers, starts, starts[1:], strict=False):

@@ -6,6 +6,7 @@ import itertools
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -32,6 +33,7 @@ from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.models.config import DecoderConfig
+    from jaxserve.models.thinking import Thinking
     from jaxserve.models.tokenizer import Tokenizer
 
 _OWN_IDS = "request-"
@@ -156,7 +158,11 @@ class RequestBuilder:
             _check_task(self._model, params)
         deadline_at_s = deadline_at(deadline_s, arrival_s)
         stop_token_ids = self._check_params(params)
-        tokens = self.prompt_tokens(prompt, pools=params.pools)
+        kwargs = params.template_kwargs
+        tokens = self.prompt_tokens(prompt, pools=params.pools, template_kwargs=kwargs)
+        thinking = self._thinking(prompt, tokens, params)
+        if thinking is None and params.max_thinking_tokens is not None:
+            params = replace(params, max_thinking_tokens=None)  # no token has to be followed
         grammar = self._compiled(params)
         num_encoded = num_padding = 0
         if self._encoder is not None:
@@ -175,14 +181,30 @@ class RequestBuilder:
             num_encoded=num_encoded,
             num_padding=num_padding,
             grammar=grammar,
+            thinking=thinking,
         )
 
-    def prompt_tokens(self, prompt: Prompt, *, pools: bool = False) -> tuple[int, ...]:
+    def _thinking(
+        self, prompt: Prompt, tokens: tuple[int, ...], params: SamplingParams
+    ) -> Thinking | None:
+        """Return how the answer may think; None for a prompt that is not a chat."""
+        if self._tokenizer is None or params.pools or self._encoder is not None:
+            return None
+        is_read = params.separate_reasoning or _is_chat(prompt)
+        return self._tokenizer.thinking_after(tokens) if is_read else None
+
+    def prompt_tokens(
+        self,
+        prompt: Prompt,
+        *,
+        pools: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Return the tokens of a prompt that can be served; InvalidRequestError for any other.
 
         One that is pooled may fill the context, and a chat has no beginning of an answer then.
         """
-        tokens = self._tokens(prompt, pools=pools)
+        tokens = self._tokens(prompt, pools=pools, template_kwargs=template_kwargs)
         self._check_tokens(tokens, self._max_prompt_tokens() + pools)
         return tokens
 
@@ -196,7 +218,14 @@ class RequestBuilder:
             deadline_s=item.deadline_s,
         )
 
-    def _tokens(self, prompt: Prompt, *, pools: bool) -> tuple[int, ...]:
+    def _tokens(
+        self, prompt: Prompt, *, pools: bool, template_kwargs: Mapping[str, Any] | None
+    ) -> tuple[int, ...]:
+        if template_kwargs and not _is_chat(prompt):
+            raise InvalidRequestError(
+                "template_kwargs are variables of a chat template, and this prompt is not a list "
+                "of chat messages; leave them out, or pass messages"
+            )
         if isinstance(prompt, str):
             if not prompt:
                 raise EmptyPromptError("the prompt is an empty string; pass at least one character")
@@ -211,7 +240,8 @@ class RequestBuilder:
         if all(isinstance(item, Mapping) for item in items):
             check_messages(items)
             render = self._need_tokenizer("a chat").apply_chat_template
-            return _encoded(partial(render, add_generation_prompt=not pools), items)
+            render = partial(render, add_generation_prompt=not pools, variables=template_kwargs)
+            return _encoded(render, items)
         try:
             if all(_is_token(item) for item in items):
                 return tuple(operator.index(item) for item in items)
@@ -291,6 +321,10 @@ class RequestBuilder:
                 "structured output needs a tokenizer; pass tokenizer= to Runtime"
             )
         return self._grammars.compiled(params.constraint)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _encoded(encode: Callable[[Any], Iterable[int]], given: Any) -> tuple[int, ...]:

@@ -94,6 +94,8 @@ class OpenRequest:
 class _Extent:
     token_ids: list[int] = field(default_factory=list)
     num_characters: int = 0
+    num_reasoned: int = 0  # characters of the thinking
+    num_reasoning: int = 0  # tokens of the thinking
 
 
 @final
@@ -126,6 +128,7 @@ class StreamReplay:
         known = shown.token_ids[len(given.token_ids) :][: len(piece.token_ids)]
         tokens = piece.token_ids[len(known) :]
         text = piece.text[max(0, shown.num_characters - given.num_characters) :]
+        reasoning = piece.reasoning[max(0, shown.num_reasoned - given.num_reasoned) :]
         if known != list(piece.token_ids[: len(known)]) and not self._differs:
             self._differs = True
             _log.warning(
@@ -134,12 +137,18 @@ class StreamReplay:
             )
         given.token_ids += piece.token_ids
         given.num_characters += len(piece.text)
+        given.num_reasoned += len(piece.reasoning)
+        given.num_reasoning += piece.num_reasoning
+        num_reasoning = max(0, given.num_reasoning - shown.num_reasoning)
         shown.token_ids += tokens
         shown.num_characters = max(shown.num_characters, given.num_characters)
+        shown.num_reasoned = max(shown.num_reasoned, given.num_reasoned)
+        shown.num_reasoning = max(shown.num_reasoning, given.num_reasoning)
         self._has_ended[i] = piece.finish_reason is not None
-        if tokens or text or self._has_ended[i]:
+        if tokens or text or reasoning or self._has_ended[i]:
             logprobs = None if piece.logprobs is None else piece.logprobs[len(known) :]
-            self._pass_on(replace(piece, text=text, token_ids=tokens, logprobs=logprobs))
+            new = replace(piece, text=text, reasoning=reasoning, num_reasoning=num_reasoning)
+            self._pass_on(replace(new, token_ids=tokens, logprobs=logprobs))
 
     def end(self, completion: Completion) -> None:
         """End the samples that have not ended, with the reasons in the completion."""

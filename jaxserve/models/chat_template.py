@@ -18,6 +18,8 @@ _MARK_CHARACTERS, _MARK_LENGTH = "".join(map(chr, range(0xE000, 0xF900))), 4
 FIRST_STAND_IN = 0xF0000
 # Stands for an answer, to find what a template puts after one.
 _PROBE = "answer"
+# Stands for its thinking.
+_THOUGHT = "\ue000thought\ue000"
 
 
 @final
@@ -49,18 +51,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat.
 
         `tools` are functions that the model may call, in OpenAI's form; the template gets an empty
-        list as a list, as in transformers.
+        list as a list, as in transformers. `variables` are further variables of the template.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
         given = None if tools is None else list(tools)
-        (said, given), marker = self._shielded([list(messages), given])
-        return self._ids(self._rendered(said, add_generation_prompt, given), marker)
+        (said, given, variables), marker = self._shielded([list(messages), given, variables or {}])
+        return self._ids(self._rendered(said, add_generation_prompt, given, variables), marker)
 
     def continuation(
         self,
@@ -69,36 +72,54 @@ class ChatTemplate:
         new: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
         """Return the token ids after the answer's own tokens when a chat continues with `new`.
 
         They begin with the template's end of the answer's turn and end where the next begins. None
         if the template is not stable: if it renders the earlier messages differently than before
-        the answer, or changes the answer by more than the white space around it. `asked` has the
-        messages before the answer.
+        the answer, leaves out its thinking, or changes the answer by more than the white space
+        around it. `asked` has the messages before the answer.
 
         Raises:
           InvalidRequestError: as `apply`, for all messages together.
         """
         given = None if tools is None else list(tools)
-        shielded, marker = self._shielded([list(asked), answer, list(new), given])
-        asked, answer, new, given = shielded
-        head = self._rendered(asked, True, given)
-        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True, given)
+        shielded, marker = self._shielded([list(asked), answer, list(new), given, variables or {}])
+        asked, answer, new, given, variables = shielded
+        thoughts = str(answer.get("reasoning_content") or "").strip()
+        probed = {**answer, "content": _PROBE}
+        if thoughts:
+            probed["reasoning_content"] = _THOUGHT
+        head = self._rendered(asked, True, given, variables)
+        whole = self._rendered([*asked, probed, *new], True, given, variables)
         if not whole.startswith(head):
             return None
         gap, probe, rest = whole[len(head) :].partition(_PROBE)
-        if gap.strip() or not probe:
+        if not probe or (_THOUGHT not in gap if thoughts else gap.strip()):
             return None
-        real = self._rendered([*asked, answer, *new], True, given)
+        real = self._rendered([*asked, answer, *new], True, given, variables)
         if not (real.startswith(head) and real.endswith(rest)):
             return None
-        if real[len(head) : len(real) - len(rest)].strip() != str(answer["content"]).strip():
+        written = real[len(head) : len(real) - len(rest)].strip()
+        if thoughts:  # its marks are the model's own
+            gap = gap.replace(_THOUGHT, thoughts)
+            if not written.startswith(gap.strip()):
+                return None
+            written = written[len(gap.strip()) :].strip()
+        if written != str(answer["content"]).strip():
             return None
         # Encoded after a text: at the beginning of a text some tokenizers put a space.
         context, ids = self._ids(_PROBE, None), self._ids(_PROBE + rest, marker)
         is_apart = ids[: len(context)] == context
         return ids[len(context) :] if is_apart else self._ids(rest, marker)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that it reads."""
+        from jaxserve.models.jinja import variables_of
+
+        return variables_of(self._source)
 
     @cached_property
     def takes_text_arguments(self) -> bool:
@@ -115,7 +136,7 @@ class ChatTemplate:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            return arguments in self._rendered(chat, False, [tool])
+            return arguments in self._rendered(chat, False, [tool], {})
         except InvalidRequestError:
             return False
 
@@ -130,7 +151,9 @@ class ChatTemplate:
                 "without lone surrogates"
             ) from error
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
+    def _rendered(
+        self, messages: Any, add_generation_prompt: bool, tools: Any, variables: Any
+    ) -> str:
         # Jinja is only needed for chats.
         from jaxserve.models.jinja import render
 
@@ -141,6 +164,7 @@ class ChatTemplate:
                 self._special_tokens,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
         except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
             raise InvalidRequestError(

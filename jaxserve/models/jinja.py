@@ -16,7 +16,7 @@ from typing import Any, NoReturn, final
 
 import jinja2
 import numpy as np
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -33,6 +33,7 @@ def render(
     *,
     tools: Any = None,
     add_generation_prompt: bool,
+    variables: Any = None,
 ) -> str:
     """Return the text of a chat.
 
@@ -40,6 +41,7 @@ def render(
       messages: mappings with a `role` and a `content`, of plain data. Keys whose value is None are
         omitted, as in transformers.
       tools: schemas of functions that the model may call, of plain data; None without any.
+      variables: further variables of the template, of plain data.
 
     Raises:
       TypeError: a message is not a mapping, or does not hold plain data.
@@ -54,12 +56,25 @@ def render(
         tools=_plain(tools),
         documents=None,
         add_generation_prompt=add_generation_prompt,
-        **_plain(special_tokens),
+        **{**_plain(special_tokens), **_plain(variables or {})},
     )
 
 
 @lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads; none if it is damaged."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except TemplateError:
+        return frozenset()
+
+
+@lru_cache(maxsize=32)
 def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -71,7 +86,7 @@ def _compiled(source: str) -> jinja2.Template:
         "namespace": _Namespace,
     }
     environment.globals.update(names)
-    return environment.from_string(source)
+    return environment
 
 
 def _to_json(

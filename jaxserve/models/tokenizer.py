@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import final, get_args
 
 import tokenizers
 
@@ -17,6 +17,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
 from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking_of
 from jaxserve.models.tokenizer_files import (
     TokenizerParts,
     letters_of_bytes,
@@ -24,6 +25,8 @@ from jaxserve.models.tokenizer_files import (
     read_gguf_tokenizer,
 )
 
+# Tokens at the end of a prompt that are searched for the beginning or end of thinking.
+_NUM_LAST = 32
 _TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
 
 
@@ -173,16 +176,56 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream_decoder(
-        self, skip_special_tokens: bool = True, *, after: Sequence[int] = ()
+        self,
+        skip_special_tokens: bool = True,
+        *,
+        after: Sequence[int] = (),
+        shown: Collection[int] = (),
     ) -> StreamDecoder:
         """Return a decoder for one sequence whose tokens come in pieces.
 
         Args:
           after: the tokens before it, whose text it continues: a first space that a decoder
             removes from the beginning of a text stays.
+          shown: control tokens that the text has even if it skips others.
         """
         goes_on = any(not self._is_silent(token, skip_special_tokens) for token in reversed(after))
-        return StreamDecoder(self, skip_special_tokens, self._inner_ids if goes_on else ())
+        before = self._inner_ids if goes_on else ()
+        return StreamDecoder(self, skip_special_tokens, before, shown)
+
+    @cached_property
+    def thinking(self) -> ThinkingFormat | None:
+        """How the model thinks, by its chat template; None if the template knows no thinking."""
+        return thinking_of(self.chat_template or self.tool_template)
+
+    def thinking_after(self, prompt: Sequence[int]) -> Thinking | None:
+        """Return how an answer to a rendered chat may think; None if the model does not."""
+        form = self.thinking
+        if form is None:
+            return None
+        end = self.decode(prompt[-_NUM_LAST:], skip_special_tokens=False)
+        return self._thinking[form.opening(end)]
+
+    @cached_property
+    def _thinking(self) -> dict[Opening, Thinking]:
+        form = self.thinking
+        assert form is not None
+        texts = form.starts[0], form.closing, form.first, form.bridge, form.head
+        start, closing, first, bridge, head = (tuple(self.encode(text, False)) for text in texts)
+        marks = {i for mark in form.marks if (i := self.added_token_id(mark)) is not None}
+        return {
+            opening: Thinking(
+                form,
+                opening,
+                start_ids=start,
+                closing_ids=closing,
+                first_ids=first,
+                bridge_ids=bridge,
+                head_ids=head,
+                shown=self._control_ids & marks,
+            )
+            for opening in get_args(Opening)
+        }
 
     def apply_chat_template(
         self,
@@ -190,6 +233,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Message] | None = None,
+        variables: Message | None = None,
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
 
@@ -200,8 +244,19 @@ class Tokenizer:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
         return self._template_of(has_tools=tools is not None).apply(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
         )
+
+    def template_variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the names of the variables that the chat template reads.
+
+        Raises:
+          InvalidRequestError: the model has no chat template.
+        """
+        return self._template_of(has_tools=has_tools).variables
 
     def chat_continuation(
         self,
@@ -210,6 +265,7 @@ class Tokenizer:
         new: Sequence[Message],
         *,
         tools: Sequence[Message] | None = None,
+        variables: Message | None = None,
     ) -> list[int] | None:
         """Return the token ids after an answer's own when a chat continues with `new`, or None.
 
@@ -219,7 +275,7 @@ class Tokenizer:
           InvalidRequestError: as `apply_chat_template`.
         """
         template = self._template_of(has_tools=tools is not None)
-        return template.continuation(asked, answer, new, tools=tools)
+        return template.continuation(asked, answer, new, tools=tools, variables=variables)
 
     def takes_text_arguments(self, *, has_tools: bool) -> bool:
         """Return whether calls have their arguments as text; see `ChatTemplate`.
@@ -422,10 +478,12 @@ class StreamDecoder:
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
         before: Sequence[int] = (),
+        shown: Collection[int] = (),
     ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._byte_ids = tokenizer._byte_fallback_ids
+        self._shown = shown if skip_special_tokens else ()
         # The last tokens that gave text, as context for the decoder, and those after them.
         self._ids = list(before)
         self._num_read = len(self._ids)
@@ -443,7 +501,8 @@ class StreamDecoder:
 
     def hidden(self, token_id: int) -> str:
         """Return the text of a control token that `push` leaves out; "" for other tokens."""
-        is_hidden = self._skip_special_tokens and token_id in self._tokenizer.control_token_ids
+        is_control = token_id in self._tokenizer.control_token_ids
+        is_hidden = self._skip_special_tokens and is_control and token_id not in self._shown
         return self._tokenizer.decode([token_id], skip_special_tokens=False) if is_hidden else ""
 
     def flush(self) -> str:
@@ -453,6 +512,11 @@ class StreamDecoder:
         return rest
 
     def _push_one(self, token_id: int) -> str:
+        if token_id in self._shown:
+            text = self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._ids = list(self._tokenizer._inner_ids)
+            self._num_read, self._context = len(self._ids), self._decode(self._ids)
+            return text
         if self._tokenizer._is_silent(token_id, self._skip_special_tokens):
             return ""
         self._ids.append(token_id)

@@ -16,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
 from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.models.thinking import Thinking
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import AwaitedPrediction, Forecaster
@@ -173,9 +174,11 @@ class Intake:
         skip = request.params.skip_special_tokens
         # A decoder's answer continues the prompt's text; an encoder-decoder's is a new text.
         after = () if request.num_encoded else request.prompt
+        thinking = request.thinking
+        shown = thinking.shown if isinstance(thinking, Thinking) else ()
         return Answer(
             request,
-            decoder=lambda: tokenizer.stream_decoder(skip, after=after),
+            decoder=lambda: tokenizer.stream_decoder(skip, after=after, shown=shown),
             sink=on_piece,
         )
 

@@ -333,6 +333,8 @@ def _joined(first: Piece, second: Piece) -> Piece:
     return replace(
         second,
         text=first.text + second.text,
+        reasoning=first.reasoning + second.reasoning,
+        num_reasoning=first.num_reasoning + second.num_reasoning,
         token_ids=first.token_ids + second.token_ids,
         logprobs=None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
         estimate=second.estimate or first.estimate,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError, InvalidSamplingParamsError
-from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
+from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams, checked_kwargs
 
 LATENCY_HEADER = "x-latency-class"
 # The name of each bound in the text of a class.
@@ -44,6 +44,7 @@ class ServerOptions:
       adapter_folder: folder below which clients may load and drop adapters; None to forbid both.
       strict_fields: refuse fields of requests that have no effect, rather than ignore them.
       metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
+      template_kwargs: variables of the chat template, for chats that do not set them.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
     """
@@ -67,10 +68,15 @@ class ServerOptions:
     adapter_folder: Path | None = None
     strict_fields: bool = False
     metrics_prefix: str = "jaxserve"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_requests: bool = True
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
+        try:
+            checked_kwargs(self.template_kwargs)
+        except InvalidSamplingParamsError as error:
+            raise InvalidConfigError(str(error)) from None
         limits = ("max_body_bytes", "max_samples", "max_waiting", "max_connections")
         for name in (*limits, "max_prompt_tokens"):
             limit = getattr(self, name)

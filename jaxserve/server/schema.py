@@ -206,6 +206,12 @@ class CachedTokens(Reply):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply):
+    """Parts of the completion."""
+
+    reasoning_tokens: int
+
+
 class Usage(Reply):
     """Numbers of tokens of a request."""
 
@@ -213,11 +219,22 @@ class Usage(Reply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokensDetails | None = optional(
+        "Of an answer with thinking."
+    )
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    def of(
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        reasoning_tokens: int = 0,
+    ) -> Usage:
         """Return the usage with its total."""
+        details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return cls(
+            completion_tokens_details=details if reasoning_tokens else None,
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
@@ -536,10 +553,13 @@ class UserMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """An earlier answer."""
+    """An earlier answer. What was thought is rendered as the chat template wants."""
 
     role: Literal["assistant"]
     content: Content | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="As reasoning_content.")
+    thinking: str | None = Field(None, description="As reasoning_content.")
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[Items[ToolCall], NONE_IF_EMPTY] | None = None
@@ -609,6 +629,8 @@ class AnswerMessage(Reply):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = optional("What the model thought.")
+    reasoning: str | None = optional("The same, under its newer name.")
     tool_calls: list[AnsweredCall] | None = optional()
 
 
@@ -617,6 +639,8 @@ class Delta(Reply):
 
     role: Literal["assistant"] | None = optional()
     content: str | None = optional()
+    reasoning_content: str | None = optional()
+    reasoning: str | None = optional()
     tool_calls: list[AddedCall] | None = optional()
 
 

@@ -36,7 +36,8 @@ from jaxserve.server.schema import (
 class Tools:
     """The tools of a request, and how they may be called (`may_be_several`: `parallel_tool_calls`).
 
-    Raise `RefusedError` if `tool_choice` names no tool, or tools are not supported here.
+    `variables` are those of the chat template. Raise `RefusedError` if `tool_choice` names no tool,
+    or tools are not supported here.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Tools:
         choice: ToolChoice | None,
         may_be_several: bool | None,
         tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
     ):
+        self.variables = dict(variables or {})
         _check(given, choice)
         self.is_given = given is not None and choice != "none"
         self._tokenizer = tokenizer
@@ -107,7 +110,10 @@ class Tools:
         else:
             messages, given = self._as_read(messages), self._given
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tools=given
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=given,
+            variables=self.variables,
         )
 
     def continuation(
@@ -118,7 +124,9 @@ class Tools:
     ) -> list[int] | None:
         """Return the tokens after an answer; see `Tokenizer.chat_continuation`."""
         given = self._given if self._form.in_template else None
-        return self._tokenizer.chat_continuation(asked, answer, new, tools=given)
+        return self._tokenizer.chat_continuation(
+            asked, answer, new, tools=given, variables=self.variables
+        )
 
     def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return new messages of a conversation as it keeps them.

@@ -47,7 +47,7 @@ class TurnExchange:
         self._id = conversation_id
         self._said = tools.as_said(said)
         self._instructions = instructions
-        self._render = tools if tools.is_given else None
+        self._render = tools if tools.is_given or tools.variables else None
         self._params = params
         self._notes = notes_here()
         self._trace = trace_here()

@@ -191,6 +191,33 @@ def test_too_old_conversations(tmp_path):
     opened.close()
 
 
+def test_a_journal_of_version_1_goes_on(tmp_path):
+    """Its turns are read without thinking, and later ones are kept with theirs."""
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    history = _say(journal, "a", "kept")
+    journal.close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE turn DROP COLUMN reasoning")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    journal = Journal(path)
+    entry = journal.find("a")
+    assert entry is not None and journal.history(entry) == history
+    turn = replace(history.turns[0], reasoning="hm", num_kept=0)
+    journal.append("b", None, "v", History.of([turn]), [turn])
+    journal.close()
+    journal = Journal(path)
+    entry = journal.find("b")
+    assert entry is not None
+    assert journal.history(entry).messages[-1] == {
+        "role": "assistant",
+        "content": turn.text,
+        "reasoning_content": "hm",
+    }
+    journal.close()
+
+
 def test_a_full_disk_loses_no_turn(tmp_path, caplog):
     """The turn that does not fit raises a typed error; earlier turns are there and continue."""
     path, opened = tmp_path / "journal", Connections()

@@ -47,9 +47,9 @@ def test_text_without_stop_strings_is_everything():
     pieces = []
     for part in ("abc", "d", "ef"):
         assert assembler.push(_ids(part)) is None
-        pieces.append(assembler.take(is_final=False))
+        pieces.append(assembler.take(is_final=False)[1])
     assembler.finish()
-    pieces.append(assembler.take(is_final=True))
+    pieces.append(assembler.take(is_final=True)[1])
     assert "".join(pieces) == assembler.text == "abcdef"
 
 
@@ -74,7 +74,7 @@ def test_stop_string_cuts_the_text_however_tokens_arrive(stops):
         num_before = 0
         for part in parts:
             used = assembler.push(_ids(part))
-            shown += assembler.take(is_final=used is not None)
+            shown += assembler.take(is_final=used is not None)[1]
             if used is not None:
                 break
             num_before += len(part)
@@ -87,9 +87,9 @@ def test_a_beginning_of_a_stop_string_is_shown_once_it_is_none():
     """Held-back text is delivered when it can no longer become a stop string."""
     assembler = TextAssembler(_Letters(), ("bcx",))
     assembler.push(_ids("abcc"))
-    assert assembler.take(is_final=False) == "a"
+    assert assembler.take(is_final=False)[1] == "a"
     assembler.push(_ids("dd"))
-    assert assembler.take(is_final=False) == "bccd"
+    assert assembler.take(is_final=False)[1] == "bccd"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_stop_string_before_min_tokens_does_not_count(min_tokens, num_used, te
     assert assembler.push(_ids("abcabcd")) == num_used
     if num_used is None:
         assembler.finish()
-    assert assembler.text == assembler.take(is_final=True) == text
+    assert assembler.text == assembler.take(is_final=True)[1] == text
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_stop_string_with_a_hidden_control_token(stop, token_ids, num_used, te
             if used is not None:
                 used += start
                 break
-            shown += assembler.take(is_final=False)
+            shown += assembler.take(is_final=False)[1]
         if used is None:
             assembler.finish()
-        shown += assembler.take(is_final=True)
+        shown += assembler.take(is_final=True)[1]
         assert (used, assembler.text, shown) == (num_used, text, text)

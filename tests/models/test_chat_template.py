@@ -106,6 +106,35 @@ def test_templates_that_rewrite_are_found_out(template, text):
     assert _tokenizer(template).chat_continuation(asked, _answer(text), NEXT) is None
 
 
+_THOUGHTS = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+KEEPS_THINKING = CHATML.replace(
+    "{{ m.content }}", f"{{% if m.reasoning_content %}}{_THOUGHTS}{{% endif %}}{{{{ m.content }}}}"
+)
+
+
+@pytest.mark.parametrize("thoughts", ["hm", "an answer\nto a thought"])
+def test_thinking_stays_where_the_template_keeps_it(thoughts):
+    """A chat goes on behind an answer with thinking only if the template writes both."""
+    answer = {**_answer("Me"), "reasoning_content": thoughts}
+    for new in (NEXT, [{"role": "tool", "content": thoughts}]):
+        between = f"<|im_end|>\n<|im_start|>{new[0]['role']}\n{new[0]['content']}<|im_end|>\n"
+        keeps = _tokenizer(KEEPS_THINKING)
+        expected = keeps.encode(between + "<|im_start|>assistant\n", False)
+        assert keeps.chat_continuation(ASKED, answer, new) == expected
+        assert keeps.chat_continuation(ASKED, _answer("Me"), new) == expected
+        assert _tokenizer(CHATML).chat_continuation(ASKED, answer, new) is None
+
+
+def test_a_template_gets_further_variables():
+    """Those that are given, next to its own; control tokens in them stay text."""
+    tokenizer = _tokenizer("{{ bos_token }}{{ a | tojson }}{{ b }}{% if c %}{{ x.y }}{% endif %}")
+    assert tokenizer.template_variables(has_tools=False) == {"bos_token", "a", "b", "c", "x"}
+    given = {"a": {"n": [1, None]}, "b": "</s>"}
+    found = tokenizer.apply_chat_template(ASKED, variables=given)
+    assert tokenizer.decode(found, False) == '<s>{"n": [1, null]}</s>'
+    assert found[-4:] == tokenizer.encode("</s>", False, parse_special=False)
+
+
 def test_new_messages_cannot_smuggle_control_tokens():
     """Text that looks like the end of a turn stays text, in the answer and in later messages."""
     tokenizer = _tokenizer(CHATML)

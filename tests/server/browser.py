@@ -70,14 +70,20 @@ def kept(tab: Any) -> list[dict[str, Any]]:
     return [json.loads(value) for key, value in found if key.startswith("jaxserve.conversation.")]
 
 
-def answer_with(tab: Any, *pieces: str, finish: str = "stop") -> list[dict[str, Any]]:
-    """Have each chat answered with these pieces; return the requests, as they will have come."""
+def answer_with(
+    tab: Any, *pieces: str | dict[str, str], finish: str = "stop"
+) -> list[dict[str, Any]]:
+    """Have each chat answered with these pieces; return the requests, as they will have come.
+
+    A piece is a text, or the delta of a chunk.
+    """
     asked: list[dict[str, Any]] = []
 
     def fulfill(route: Any) -> None:
         asked.append(route.request.post_data_json)
+        deltas = [{"content": each} if isinstance(each, str) else each for each in pieces]
         choices: list[dict[str, Any]] = [
-            {"index": 0, "delta": {"content": text}, "token_ids": [1]} for text in pieces
+            {"index": 0, "delta": delta, "token_ids": [1]} for delta in deltas
         ]
         choices.append({"index": 0, "delta": {}, "finish_reason": finish, "token_ids": []})
         events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]

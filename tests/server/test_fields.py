@@ -58,7 +58,7 @@ HONOURED: dict[str, Any] = {"service_tier": "auto", "store": False, "user": "me"
 def _names(fields: dict[str, Any]) -> set[str]:
     """Return the names of fields, those of options with a dot."""
     return {
-        f"{name}.{inner}" if name in ("stream_options", "text") else name
+        f"{name}.{inner}" if name in ("reasoning", "stream_options", "text") else name
         for name, value in fields.items()
         for inner in (value if isinstance(value, dict) else [""])
     }

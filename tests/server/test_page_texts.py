@@ -12,7 +12,11 @@ from tests.server.browser import answer_with, expecting, kept, say
 pytestmark = pytest.mark.release
 
 
-def _show(tab: Any, url: str, *pieces: str) -> Any:
+def _thought(text: str) -> dict[str, str]:
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _show(tab: Any, url: str, *pieces: str | dict[str, str]) -> Any:
     """Open the page, have a message answered with this text, and return the answer's element."""
     answer_with(tab, *pieces)
     tab.goto(url + "/")
@@ -69,8 +73,8 @@ def test_text_of_a_model_runs_nothing(url: str, tab: Any):
     everywhere = "\n\n".join(HOSTILE)
     table = "|a|\n|-|\n" + "\n".join(f"|{each}|" for each in HOSTILE)
     fence = f'```html" onload="x\n{everywhere}\n```'
-    text = f"<think>{everywhere}</think>{everywhere}\n\n{table}\n\n{fence}\n\n> {HOSTILE[0]}"
-    shown = _show(tab, url, text)
+    text = f"{everywhere}\n\n{table}\n\n{fence}\n\n> {HOSTILE[0]}"
+    shown = _show(tab, url, _thought(everywhere), text)
     tab.click("summary")
     assert tab.title() == "a – jaxserve"
     bad = "script, img, svg, style, iframe, form, input, [onload], [onerror], [style], [id]"
@@ -115,10 +119,9 @@ def test_markdown(url: str, tab: Any):
     assert tab.evaluate("navigator.clipboard.readText()") == text
 
 
-@pytest.mark.parametrize("begins", ["<think>", ""], ids=["by the model", "by the template"])
-def test_thinking_is_folded(url: str, tab: Any, begins: str):
+def test_thinking_is_folded(url: str, tab: Any):
     """What a model thinks is folded, and is not copied or announced; the model gets it back."""
-    shown = _show(tab, url, begins + "let me *see*\n", "</thi", "nk>\n\nthe answer")
+    shown = _show(tab, url, _thought("let me "), _thought("*see*"), "the ", "answer")
     expecting(tab, "article.assistant .text").to_have_text("the answer")
     thoughts = shown.locator("details")
     assert thoughts.get_attribute("open") is None
@@ -127,12 +130,21 @@ def test_thinking_is_folded(url: str, tab: Any, begins: str):
     assert thoughts.locator("em").inner_text() == "see"
     assert tab.inner_text("#announced") == "the answer"
     (conversation,) = kept(tab)
-    assert conversation["messages"][1]["content"].startswith(begins + "let me")
+    assert conversation["messages"][1]["content"] == "the answer"
+    assert conversation["messages"][1]["reasoning"] == "let me *see*"
+    asked = answer_with(tab, "b")
+    say(tab, "and?")
+    expecting(tab, "article.assistant .text >> nth=1").to_have_text("b")
+    assert asked[0]["messages"][1] == {
+        "role": "assistant",
+        "content": "the answer",
+        "reasoning_content": "let me *see*",
+    }
 
 
 def test_cut_off_thinking_is_folded(url: str, tab: Any):
     """Thinking that has not ended is folded, too, and an answer without thinking has none."""
-    shown = _show(tab, url, "<think>\nlet me see")
+    shown = _show(tab, url, _thought("let me see"))
     expecting(tab, "summary").to_have_text("Thinking …")
     assert shown.locator(".text").inner_text() == ""
     answer_with(tab, "plain")
@@ -176,7 +188,7 @@ def test_light_and_dark(url: str, tab: Any):
     grounds = {}
     for scheme in ("light", "dark"):
         tab.emulate_media(color_scheme=scheme)
-        _show(tab, url, "<think>g</think>" + text)
+        _show(tab, url, _thought("g"), text)
         tab.click("#watch")
         tab.click("summary")
         tab.fill("#search", "a")
@@ -197,7 +209,7 @@ def test_light_and_dark(url: str, tab: Any):
 
 def test_controls_have_names(url: str, tab: Any):
     """Everything that can have the focus has a name for those who do not see it."""
-    _show(tab, url, "<think>c</think>a [b](https://b.example/)\n```\nd\n```")
+    _show(tab, url, _thought("c"), "a [b](https://b.example/)\n```\nd\n```")
     found = []
     for selector in ("#search", "#configure"):  # with the page, and with the settings
         tab.click(selector)

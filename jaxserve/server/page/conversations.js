@@ -85,7 +85,10 @@ export function prompt(conversation, leaf) {
   const all = path(conversation, leaf).map((i) => conversation.messages[i]);
   const answered = all.filter((each, i) => each.content && (i === all.length - 1 || all[i + 1].content));
   const system = conversation.system ? [{role: "system", content: conversation.system}] : [];
-  return [...system, ...answered.map(({role, content}) => ({role, content}))];
+  const sent = ({role, content, reasoning}) => (
+    {role, content, ...(reasoning && {reasoning_content: reasoning})}
+  );
+  return [...system, ...answered.map(sent)];
 }
 
 export function title(conversation) {

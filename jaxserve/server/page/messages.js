@@ -89,17 +89,6 @@ function replaceChanged(parent, fragment) {
   while (parent.childNodes.length > made.length) parent.lastChild.remove();
 }
 
-// Returns the thinking of an answer, and the rest. Some chat templates begin the thinking themselves.
-export function divided(content) {
-  const begun = /^\s*<think>/.exec(content)?.[0] ?? "";
-  const end = content.indexOf("</think>");
-  if (end >= 0) {
-    return {thinking: content.slice(begun.length, end).trim(), rest: content.slice(end + 8).trim()};
-  }
-  if (begun) return {thinking: content.slice(begun.length).trim(), rest: "", isThinking: true};
-  return {thinking: "", rest: content};
-}
-
 function told({figures, stopped, error, finish}) {
   const parts = [];
   if (figures?.tokens) {
@@ -129,11 +118,10 @@ export function messageView(message, actions) {
     thoughts.append(summary, thinking);
     view.append(thoughts, text, figures);
     view.update = () => {
-      const parts = divided(message.content);
-      thoughts.hidden = !parts.thinking && !parts.isThinking;
-      summary.textContent = parts.isThinking ? "Thinking …" : "Thoughts";
-      replaceChanged(thinking, formatted(parts.thinking));
-      replaceChanged(text, formatted(parts.rest));
+      thoughts.hidden = !message.reasoning;
+      summary.textContent = message.content ? "Thoughts" : "Thinking …";
+      replaceChanged(thinking, formatted(message.reasoning ?? ""));
+      replaceChanged(text, formatted(message.content));
       figures.textContent = told(message);
       figures.classList.toggle("error", Boolean(message.error));
     };

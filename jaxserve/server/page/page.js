@@ -2,7 +2,7 @@
 
 import * as conversations from "./conversations.js";
 import {watchEngine} from "./engine.js";
-import {button, copy, divided, edit, element, lengthView, messageView} from "./messages.js";
+import {button, copy, edit, element, lengthView, messageView} from "./messages.js";
 
 const $ = (id) => document.getElementById(id);
 const answering = new Map(); // {controller, kept} of answers that are coming, by conversation id
@@ -91,7 +91,7 @@ function actions(index) {
   } else {
     change("Regenerate", "Regenerate answer", () => answer(conversation, message.parent));
     found.push(button("Copy", "Copy answer", (pressed) => {
-      copy(divided(message.content).rest, views.get(index).querySelector(".text"), pressed);
+      copy(message.content, views.get(index).querySelector(".text"), pressed);
     }));
   }
   return found;
@@ -188,6 +188,8 @@ async function answer(conversation, parent) {
       const choice = told.choices[0];
       if (!choice) continue;
       kept.content += choice.delta.content ?? "";
+      const thought = choice.delta.reasoning_content;
+      if (thought) kept.reasoning = (kept.reasoning ?? "") + thought;
       if (choice.finish_reason) kept.finish = choice.finish_reason;
       const num = choice.token_ids?.length ?? 0, now = performance.now();
       if (num && !kept.figures) {

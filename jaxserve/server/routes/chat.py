@@ -70,11 +70,12 @@ from jaxserve.server.schema import (
     unused,
 )
 from jaxserve.server.scores import LogprobFormatter
+from jaxserve.server.thinking import Effort, ThinkingFields, template_variables
 from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import Relay, TurnExchange
 
 
-class ChatRequest(Asking):
+class ChatRequest(Asking, ThinkingFields):
     """A chat, and how its next message is generated."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -100,7 +101,11 @@ class ChatRequest(Asking):
     function_call: None = unused()
     functions: None = unused()
     moderation: None = unused()
-    reasoning_effort: None = unused()
+    reasoning_effort: Effort | None = Field(
+        None,
+        description='For chat templates that read it. "none" switches thinking off and others '
+        "switch it on, where the template has a switch.",
+    )
     web_search_options: None = unused()
 
 
@@ -176,16 +181,24 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
     adapter = backend.adapter_of(body.model)
     check_fields(body, backend)
     tokenizer = need_tokenizer(backend.ready_service())
-    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
+    variables = template_variables(
+        tokenizer,
+        backend.options.template_kwargs,
+        body.chat_template_kwargs,
+        effort=body.reasoning_effort,
+        enable_thinking=body.enable_thinking,
+        has_tools=body.tools is not None,
+    )
+    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer, variables)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = _ChatAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = ChatAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
     check_num_samples(params.n, backend)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if body.stream:
         lengths = LengthComments(answer.params.max_tokens, backend.metrics.pace_s)
-        events = _ChatChunks(answer, lengths, lambda: exchange.jobs[0].prompt)
+        events = ChatChunks(answer, lengths, lambda: exchange.jobs[0].prompt)
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
     return json_response(answer.reply(completion))
@@ -213,7 +226,8 @@ def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
             "special tokens; leave skip_special_tokens out",
             "skip_special_tokens",
         )
-    return sampling_params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **constraint)
+    others = {**constraint, **body.thinking_params}
+    return sampling_params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **others)
 
 
 def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> None:
@@ -229,7 +243,7 @@ def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> N
 
 
 async def _turn(
-    body: ChatRequest, id: str, answer: _ChatAnswer, http: Request, backend: Here
+    body: ChatRequest, id: str, answer: ChatAnswer, http: Request, backend: Here
 ) -> Response:
     """Answer the next turn of a conversation that the service keeps."""
     for name in ("priority", "return_token_ids") if body.stream else ("priority",):
@@ -241,13 +255,13 @@ async def _turn(
         return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
     lengths = LengthComments(answer.params.max_tokens, backend.metrics.pace_s)
-    events = _ChatChunks(answer, lengths, None, lambda: exchange.num_prompt_tokens)
+    events = ChatChunks(answer, lengths, None, lambda: exchange.num_prompt_tokens)
     return EventStream(relay.groups(), events, relay.close)
 
 
 @final
 @dataclass
-class _ChatAnswer:
+class ChatAnswer:
     body: ChatRequest
     params: SamplingParams
     tools: Tools
@@ -285,6 +299,7 @@ class _ChatAnswer:
                 len(prompt),
                 sum(len(sample.token_ids) for sample in completion.samples),
                 completion.num_cached_tokens,
+                sum(sample.num_reasoning_tokens for sample in completion.samples),
             ),
             prompt_logprobs=None
             if completion.prompt_logprobs is None
@@ -299,9 +314,11 @@ class _ChatAnswer:
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
         answered = self.answered[index]
+        message = whole(answered.push(sample.text, sample.finish_reason))
+        message.reasoning_content = message.reasoning = sample.reasoning
         return ChatChoice(
             index=index,
-            message=whole(answered.push(sample.text, sample.finish_reason)),
+            message=message,
             logprobs=None
             if sample.logprobs is None
             else self.scores[index].of_chat(sample.logprobs),
@@ -311,7 +328,7 @@ class _ChatAnswer:
 
 
 @final
-class _ChatChunks:
+class ChatChunks:
     """The events of a streamed chat: chunks.
 
     `prompt` returns the prompt's tokens, after the first piece; None if they are unknown. Then
@@ -320,7 +337,7 @@ class _ChatChunks:
 
     def __init__(
         self,
-        answer: _ChatAnswer,
+        answer: ChatAnswer,
         lengths: LengthComments,
         prompt: Callable[[], list[int]] | None,
         num_prompt_tokens: Callable[[], int] = lambda: 0,
@@ -333,7 +350,7 @@ class _ChatChunks:
         self._with_ids = bool(answer.body.return_token_ids)
         self._lengths = lengths
         self._begun: set[int] = set()
-        self._num_tokens = self._num_cached = 0
+        self._num_tokens = self._num_cached = self._num_reasoning = 0
         self._event = ChoiceEvent(self._chunk())
 
     def begin(self) -> bytes:
@@ -349,17 +366,24 @@ class _ChatChunks:
         if not self._with_usage:
             return b""
         num_prompt = len(self._prompt()) if self._prompt else self._num_prompt_tokens()
-        usage = Usage.of(num_prompt, self._num_tokens, self._num_cached)
+        usage = Usage.of(num_prompt, self._num_tokens, self._num_cached, self._num_reasoning)
         return event_of(self._chunk(usage=usage))
 
     def _of(self, piece: Piece) -> bytes:
         self._num_tokens += len(piece.token_ids)
+        self._num_reasoning += piece.num_reasoning
         index, is_first = piece.sample_index, piece.sample_index not in self._begun
         if not index:
             self._num_cached = piece.num_cached_tokens
         is_call = False
-        is_plain = not (self._answer.tools.is_given or self._with_ids or piece.logprobs)
-        if is_plain and (piece.text or not piece.finish_reason):
+        is_plain = not (self._with_ids or piece.logprobs)
+        if is_plain and piece.reasoning and not (piece.text or piece.finish_reason):
+            choices = [_thought(piece)]
+        elif (
+            is_plain
+            and not (self._answer.tools.is_given or piece.reasoning)
+            and (piece.text or not piece.finish_reason)
+        ):
             choices = [_plain(piece)]
         else:
             found = self._choices(piece)
@@ -382,6 +406,9 @@ class _ChatChunks:
         index, logprobs = piece.sample_index, piece.logprobs
         answered, has_tools = answer.answered[index], answer.tools.is_given
         found = deltas(answered.push(piece.text, reason))
+        if piece.reasoning:
+            thought = Delta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
+            found.insert(0, thought)
         if not found and (reason or logprobs or self._with_ids or not has_tools):
             found = [Delta(content=None if reason or has_tools else "")]
         ended = cast(FinishReason, reason and answered.finish_reason(reason))
@@ -417,6 +444,12 @@ class _ChatChunks:
 def _plain(piece: Piece) -> str:
     """Return the JSON of a `ChunkChoice` that has text only."""
     return _bare(piece.sample_index, f'"content":{compact(piece.text)}', piece.finish_reason)
+
+
+def _thought(piece: Piece) -> str:
+    """Return the JSON of a `ChunkChoice` that has thinking only."""
+    text = compact(piece.reasoning)
+    return _bare(piece.sample_index, f'"reasoning_content":{text},"reasoning":{text}')
 
 
 def _bare(index: int, delta: str, finish_reason: str | None = None) -> str:

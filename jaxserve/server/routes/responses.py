@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, final
 
@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
@@ -69,6 +69,7 @@ from jaxserve.server.schema import (
     unused,
 )
 from jaxserve.server.scores import LogprobFormatter
+from jaxserve.server.thinking import Effort, ThinkingFields, template_variables
 from jaxserve.server.tools import Tools
 from jaxserve.server.turn import Relay, TurnExchange
 
@@ -134,6 +135,34 @@ class CallOutput(Strict):
     namespace: None = unused()
 
 
+class ReasoningText(Strict):
+    """A part of what was thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(Strict):
+    """A part of the summary of what was thought."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class GivenReasoning(Strict):
+    """What was thought before an earlier answer, as this server gave it.
+
+    It is rendered as the chat template wants; a summary counts where there is no text.
+    """
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Items[SummaryText] | None = None
+    content: Items[ReasoningText] | None = None
+    encrypted_content: NoEffect = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
 def _item_type(item: Any) -> Any:
     """Return the type of an item, which a message may leave out."""
     given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
@@ -143,7 +172,8 @@ def _item_type(item: Any) -> Any:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[GivenCall, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")],
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[GivenReasoning, Tag("reasoning")],
     Discriminator(_item_type),
 ]
 
@@ -169,7 +199,17 @@ class ConversationParam(Strict):
     id: ConversationId
 
 
-class ResponseRequest(Unheeded):
+class ReasoningOptions(Strict):
+    """Options of thinking; a summary is not made."""
+
+    context: NoEffect = None
+    effort: Effort | None = None
+    generate_summary: NoEffect = None
+    mode: NoEffect = None
+    summary: NoEffect = None
+
+
+class ResponseRequest(Unheeded, ThinkingFields):
     """Messages, and how the next one is generated."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[Items[InputItem], Field(min_length=1)]
@@ -212,7 +252,7 @@ class ResponseRequest(Unheeded):
         None, description="Returned with the response."
     )
     max_tool_calls: NoEffect = Field(None, description="Of OpenAI's own tools.")
-    reasoning: NoEffect = Field(None, description="Ignored.")
+    reasoning: ReasoningOptions | None = None
     access_programs: None = unused()
     background_options: None = unused()
     context_management: None = unused()
@@ -252,7 +292,24 @@ class OutputCall(Reply):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-OutputItem = OutputMessage | OutputCall
+class OutputReasoningText(Reply):
+    """The text of what the model thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(Reply):
+    """What the model thought."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = []
+    content: list[OutputReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class Incomplete(Reply):
@@ -262,7 +319,7 @@ class Incomplete(Reply):
 
 
 class OutputTokensDetails(Reply):
-    """Parts of the output; no tokens are hidden as reasoning."""
+    """Parts of the output."""
 
     reasoning_tokens: int = 0
 
@@ -316,7 +373,7 @@ class ResponseEvent(Reply):
     content_index: int | None = optional()
     item_id: str | None = optional()
     item: OutputItem | None = optional()
-    part: OutputText | None = optional()
+    part: OutputText | OutputReasoningText | None = optional()
     delta: str | None = optional()
     text: str | None = optional()
     name: str | None = optional()
@@ -357,6 +414,16 @@ class OutputItems:
                 "response.output_text.delta", delta=delta, logprobs=scored, **self._at()
             )
 
+    def reasoning(self, delta: str) -> Iterator[ResponseEvent]:
+        """Add to what the model thinks; begin an item of it if none is open."""
+        if self._open is None or self._open.type != "reasoning":
+            yield from self.close("completed")
+            yield self._begin(OutputReasoning(id=new_id("rs"), status="in_progress", content=[]))
+            empty = OutputReasoningText(text="")
+            yield self._make("response.content_part.added", part=empty, **self._at())
+        self._texts.append(delta)
+        yield self._make("response.reasoning_text.delta", delta=delta, **self._at())
+
     def call(self, added: AddedCall) -> Iterator[ResponseEvent]:
         """Add to the open call, or begin one."""
         if added.id is not None:
@@ -387,6 +454,11 @@ class OutputItems:
             yield self._make(kind, text=text, logprobs=scored, **self._at())
             yield self._make("response.content_part.done", part=part, **self._at())
             ended: OutputItem = item.model_copy(update={"status": status, "content": [part]})
+        elif item.type == "reasoning":
+            thought = OutputReasoningText(text=text)
+            yield self._make("response.reasoning_text.done", text=text, **self._at())
+            yield self._make("response.content_part.done", part=thought, **self._at())
+            ended = item.model_copy(update={"status": status, "content": [thought]})
         else:
             kind = "response.function_call_arguments.done"
             yield self._make(kind, name=item.name, arguments=text, **self._at())
@@ -404,7 +476,7 @@ class OutputItems:
     def _at(self) -> dict[str, Any]:
         assert self._open is not None, "no item is open"
         at = {"output_index": len(self.items), "item_id": self._open.id}
-        return {**at, "content_index": 0} if self._open.type == "message" else at
+        return at if self._open.type == "function_call" else {**at, "content_index": 0}
 
 
 @router.post(
@@ -424,9 +496,17 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
             "previous_response_id",
         )
     tokenizer = need_tokenizer(backend.ready_service())
-    tools = _tools(body, tokenizer)
+    variables = template_variables(
+        tokenizer,
+        backend.options.template_kwargs,
+        body.chat_template_kwargs,
+        effort=None if body.reasoning is None else body.reasoning.effort,
+        enable_thinking=body.enable_thinking,
+        has_tools=bool(body.tools),
+    )
+    tools = _tools(body, tokenizer, variables)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = _ResponseAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = ResponseAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
         turn = TurnExchange(
             backend,
@@ -440,22 +520,22 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
             return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
         lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
-        events = _ResponseEvents(answer, lengths, lambda: turn.num_prompt_tokens)
+        events = ResponseEvents(answer, lengths, lambda: turn.num_prompt_tokens)
         return _stream(relay.groups(), events, relay.close)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))
     lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
-    events = _ResponseEvents(answer, lengths, lambda: len(exchange.jobs[0].prompt))
+    events = ResponseEvents(answer, lengths, lambda: len(exchange.jobs[0].prompt))
     return _stream(exchange.stream(answer.jobs), events, exchange.close)
 
 
-def _tools(body: ResponseRequest, tokenizer: Tokenizer) -> Tools:
+def _tools(body: ResponseRequest, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Tools:
     choice = body.tool_choice
     choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
     given = [tool.as_tool() for tool in body.tools] if body.tools else None
-    return Tools(given, choice, body.parallel_tool_calls, tokenizer)
+    return Tools(given, choice, body.parallel_tool_calls, tokenizer, variables)
 
 
 def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
@@ -468,35 +548,47 @@ def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         logprobs=(body.top_logprobs or 0) if wants_scores else None,
         **constraint_of(None if body.text is None else body.text.format, tools),
+        **body.thinking_params,
     )
 
 
 def _stream(
-    groups: AsyncGenerator[Group], events: _ResponseEvents, close: Callable[[], None]
+    groups: AsyncGenerator[Group], events: ResponseEvents, close: Callable[[], None]
 ) -> EventStream:
     return EventStream(groups, events, close, last=b"", error_event="error")
 
 
-def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+def template_messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return the input as chat templates read it; adjacent calls are in one message."""
     found: list[dict[str, Any]] = []
     calls: list[ToolCall] = []
+    thoughts: list[str] = []  # of the next message of the assistant
     for item, after in zip(items, [*items[1:], None], strict=True):
         if isinstance(item, GivenCall):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             calls.append(ToolCall(id=item.call_id, type="function", function=function))
             if not isinstance(after, GivenCall):
                 message = AssistantMessage(role="assistant", tool_calls=calls)
-                found.append(as_template_message(message))
+                found.append(as_template_message(message) | _reasoned(thoughts))
                 calls = []
+        elif isinstance(item, GivenReasoning):
+            thoughts += [part.text for part in item.content or item.summary or ()]
         elif isinstance(item, InputMessage):
             role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": _text(item.content)})
+            said = {"role": role, "content": _text(item.content)}
+            found.append(said | (_reasoned(thoughts) if role == "assistant" else {}))
         else:
             content = _text(item.output)
             message = ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
             found.append(as_template_message(message))
     return found
+
+
+def _reasoned(thoughts: list[str]) -> dict[str, str]:
+    """Take the thoughts before an answer, as a field of its message."""
+    taken = "\n".join(thoughts)
+    thoughts.clear()
+    return {"reasoning_content": taken} if taken else {}
 
 
 def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
@@ -505,7 +597,7 @@ def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
 
 @final
 @dataclass
-class _ResponseAnswer:
+class ResponseAnswer:
     body: ResponseRequest
     params: SamplingParams
     tools: Tools
@@ -518,6 +610,7 @@ class _ResponseAnswer:
         given = self.body.conversation
         self.conversation_id = given if given is None or isinstance(given, str) else given.id
         self._numbers = itertools.count()
+        self._num_output = self._num_reasoning = self._num_cached = 0
         self._answered = self.tools.reader()
         skip = self.params.skip_special_tokens
         self._scores = LogprobFormatter(self.tokenizer, skip_special_tokens=skip)
@@ -529,7 +622,7 @@ class _ResponseAnswer:
         given = self.body.input
         if isinstance(given, str):
             return [{"role": "user", "content": given}]
-        return _messages(given)
+        return template_messages(given)
 
     def jobs(self, _: Service) -> list[Job]:
         said = self.body.instructions
@@ -537,19 +630,32 @@ class _ResponseAnswer:
         return [Job(self.tools.prompt([*start, *self.said]), self.params)]
 
     def reply(self, completion: Completion) -> ResponseReply:
-        list(self.added(completion.text, completion.logprobs, completion.finish_reason))
-        num_prompt, num_output = len(completion.prompt_token_ids), len(completion.token_ids)
-        reply = self.ended(
-            completion.finish_reason, num_prompt, num_output, completion.num_cached_tokens
+        (sample,) = completion.samples
+        piece = Piece(
+            text=sample.text,
+            token_ids=sample.token_ids,
+            finish_reason=sample.finish_reason,
+            logprobs=sample.logprobs,
+            reasoning=sample.reasoning or "",
+            num_reasoning=sample.num_reasoning_tokens,
+            num_cached_tokens=completion.num_cached_tokens,
         )
+        list(self.added(piece))
+        reply = self.ended(piece.finish_reason, len(completion.prompt_token_ids))
         return reply.model_copy(update={"predicted_tokens": completion.predicted_tokens})
 
-    def added(
-        self, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> Iterator[ResponseEvent]:
+    def added(self, piece: Piece) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
-        parts = self._answered.push(text, reason)
+        reason, logprobs = piece.finish_reason, piece.logprobs
+        self._num_output += len(piece.token_ids)
+        self._num_reasoning += piece.num_reasoning
+        self._num_cached = piece.num_cached_tokens
+        if piece.reasoning:
+            yield from self._output.reasoning(piece.reasoning)
+        parts = self._answered.push(piece.text, reason)
         scored = self._scores.of_chat(logprobs).content if logprobs else []
+        if piece.num_reasoning:  # scores are those of the message's text
+            scored = scored[piece.num_reasoning :]
         is_empty = reason is not None and self._output.is_empty
         if not parts and (is_empty or (scored and not self.tools.is_given)):
             parts = [""]
@@ -571,14 +677,13 @@ class _ResponseAnswer:
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
 
-    def ended(
-        self, finish_reason: str | None, num_prompt: int, num_output: int, num_cached: int
-    ) -> ResponseReply:
+    def ended(self, finish_reason: str | None, num_prompt: int) -> ResponseReply:
         usage = ResponseUsage(
             input_tokens=num_prompt,
-            input_tokens_details=CachedTokens(cached_tokens=num_cached),
-            output_tokens=num_output,
-            total_tokens=num_prompt + num_output,
+            input_tokens_details=CachedTokens(cached_tokens=self._num_cached),
+            output_tokens=self._num_output,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_reasoning),
+            total_tokens=num_prompt + self._num_output,
         )
         return self.so_far(_status(finish_reason), self._output.items, usage)
 
@@ -613,17 +718,16 @@ class _ResponseAnswer:
 
 
 @final
-class _ResponseEvents:
+class ResponseEvents:
     """The events of a streamed response; `num_prompt_tokens` is known at the end."""
 
     def __init__(
-        self, answer: _ResponseAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
+        self, answer: ResponseAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
     ):
         self._answer = answer
         self._num_prompt_tokens = num_prompt_tokens
         self._lengths = lengths
         self._reason: str | None = None
-        self._num_tokens = self._num_cached = 0
 
     def begin(self) -> bytes:
         answer = self._answer
@@ -637,17 +741,13 @@ class _ResponseEvents:
         return told + b"".join(_data(event) for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:
-        reply = self._answer.ended(
-            self._reason, self._num_prompt_tokens(), self._num_tokens, self._num_cached
-        )
+        reply = self._answer.ended(self._reason, self._num_prompt_tokens())
         reply = reply.model_copy(update={"predicted_tokens": self._lengths.predicted.get(0)})
         return _data(self._answer.event(f"response.{reply.status}", response=reply))
 
     def _of(self, piece: Piece) -> Iterator[ResponseEvent]:
         self._reason = piece.finish_reason or self._reason
-        self._num_tokens += len(piece.token_ids)
-        self._num_cached = piece.num_cached_tokens
-        return self._answer.added(piece.text, piece.logprobs, piece.finish_reason)
+        return self._answer.added(piece)
 
 
 def _data(event: ResponseEvent) -> bytes:

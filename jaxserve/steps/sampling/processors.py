@@ -127,7 +127,7 @@ class AllowedTokens(LogitsProcessor):
     step_arrays = {"words": RowArray(np.uint32, 2**_WORD_BITS - 1, has_vocab_bits=True)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        return params.is_constrained
+        return params.is_followed
 
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
