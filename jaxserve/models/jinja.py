@@ -56,7 +56,8 @@ def render(
         tools=_plain(tools),
         documents=None,
         add_generation_prompt=add_generation_prompt,
-        **{**_plain(special_tokens), **_plain(variables or {})},
+        # SmolLM3's template has the tools as xml_tools.
+        **{"xml_tools": _plain(tools), **_plain(special_tokens), **_plain(variables or {})},
     )
 
 

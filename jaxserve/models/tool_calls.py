@@ -37,10 +37,10 @@ from typing import Any, final
 
 _INSTRUCTION = (
     "You can call functions. They are within <tools></tools>:\n<tools>{tools}</tools>\n\n"
-    "To call some, answer with a JSON array of their names and arguments within <tool_call> tags, "
-    "and with nothing else:\n"
-    '<tool_call>[{{"name": "name1", "arguments": {{"argument1": "value1"}}}}]</tool_call>'
+    "To call some, answer with {form}, and with nothing else:\n{example}"
 )
+_OF_LIST = "a JSON array of their names and arguments within <tool_call> tags"
+_EXAMPLE = {"name": "name1", "arguments": {"argument1": "value1"}}
 
 
 @final
@@ -115,8 +115,6 @@ class ToolFormat:
     opening: str = ""  # of the list that the calls are in
     closing: str = ""
     other_begins: tuple[str, ...] = ()  # that models write as well; a call may follow within one
-    # Whether the chat template writes the tools; otherwise `with_instruction` does.
-    in_template: bool = True
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -133,7 +131,6 @@ LIST = ToolFormat(
     separator=None,
     opening="[",
     closing="]",
-    in_template=False,
 )
 MISTRAL = ToolFormat(
     JsonCall(), "[TOOL_CALLS]", "", between=", ", separator=None, opening="[", closing="]"
@@ -300,38 +297,86 @@ _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 def format_of(chat_template: str | None) -> ToolFormat:
     """Return the format of a model, found by searching its chat template."""
     template = chat_template or ""
-    if "tools" not in template:
-        return LIST
-    return next((form for marks, form in _MARKS if all(mark in template for mark in marks)), HERMES)
+    found = (form for marks, form in _MARKS if all(mark in template for mark in marks))
+    if "tools" in template:
+        return next(found, HERMES)
+    # The instruction that the template does not have can show calls of JSON only.
+    return next((form for form in found if _is_json(form)), LIST)
+
+
+def writes_calls(chat_template: str) -> bool:
+    """Return whether a template writes calls; otherwise `with_calls_as_text` does.
+
+    One of a family that writes no JSON is taken to do it.
+    """
+    form = format_of(chat_template)
+    return form is not LIST and ("tool_calls" in chat_template or not _is_json(form))
 
 
 def with_instruction(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    form: ToolFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return messages with instructions in the first, the system's, on how to call tools.
 
-    For chat templates without tools; calls and results of earlier turns become text. Without tools
-    nothing else changes.
+    For chat templates that do not write the tools.
     """
-    said = [_as_text(message) for message in messages]
-    if not tools:
-        return said
-    instruction = _INSTRUCTION.format(tools=json.dumps([tool["function"] for tool in tools]))
+    instruction = _INSTRUCTION.format(
+        tools=json.dumps([tool["function"] for tool in tools]),
+        form=_OF_LIST if form is LIST else "calls in this form",
+        example=_written(form, [_EXAMPLE]),
+    )
+    said = [dict(message) for message in messages]
     if said and said[0].get("role") == "system":
         first = f"{said[0]['content']}\n\n{instruction}"
         return [{**said[0], "content": first}, *said[1:]]
     return [{"role": "system", "content": instruction}, *said]
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_calls_as_text(
+    form: ToolFormat, messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages whose calls and results are text.
+
+    For chat templates that do not write calls.
+    """
+    return [_as_text(form, message) for message in messages]
+
+
+def _as_text(form: ToolFormat, message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    written = json.dumps([call["function"] for call in calls])
-    content = f"{message.get('content') or ''}<tool_call>{written}</tool_call>"
-    return {"role": message["role"], "content": content}
+    written = _written(form, [call["function"] for call in calls])
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": f"{message.get('content') or ''}{written}"}
+
+
+def _written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls in a format whose arguments are JSON."""
+    call = form.call
+    if isinstance(call, JsonCall):
+        keys = "name", call.arguments
+        each = [json.dumps(dict(zip(keys, _parts(one), strict=True))) for one in calls]
+    else:
+        id = "functions.{}:{}" if call.is_numbered else "{}"
+        each = [
+            f"{call.begin}{id.format(name, i)}{call.after}{json.dumps(arguments)}{call.end}"
+            for i, (name, arguments) in enumerate(map(_parts, calls))
+        ]
+    if form.between is not None:
+        each = [form.between.join(each)]
+    inner = f"{form.closing}{form.end}{form.separator or ''}{form.begin}{form.opening}".join(each)
+    return f"{form.begin}{form.opening}{inner}{form.closing}{form.end}"
+
+
+def _parts(function: Mapping[str, Any]) -> tuple[str, Any]:
+    return function["name"], function["arguments"]
+
+
+def _is_json(form: ToolFormat) -> bool:
+    return isinstance(form.call, JsonCall) or isinstance(form.call.arguments, JsonArguments)
 
 
 def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

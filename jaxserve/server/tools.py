@@ -52,7 +52,10 @@ class Tools:
         _check(given, choice)
         self.is_given = given is not None and choice != "none"
         self._tokenizer = tokenizer
-        self._form = format_of(tokenizer.tool_template or tokenizer.chat_template)
+        template = tokenizer.tool_template or tokenizer.chat_template or ""
+        self._form = format_of(template)
+        self._writes_tools = "tools" in template
+        self._writes_calls = tool_calls.writes_calls(template)
         offered = (given or ()) if self.is_given else ()
         self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
@@ -104,11 +107,9 @@ class Tools:
 
         Calls in earlier answers are given to the template as it reads them.
         """
-        if not self._form.in_template and (self.is_given or _has_calls(messages)):
-            messages = tool_calls.with_instruction(_with_objects(messages), self._tools)
-            given = None
-        else:
-            messages, given = self._as_read(messages), self._given
+        messages, given = self.as_said(messages), self._given
+        if self.is_given and not self._writes_tools:
+            messages, given = tool_calls.with_instruction(self._form, messages, self._tools), None
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -123,7 +124,7 @@ class Tools:
         new: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         """Return the tokens after an answer; see `Tokenizer.chat_continuation`."""
-        given = self._given if self._form.in_template else None
+        given = self._given if self._writes_tools else None
         return self._tokenizer.chat_continuation(
             asked, answer, new, tools=given, variables=self.variables
         )
@@ -131,11 +132,11 @@ class Tools:
     def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return new messages of a conversation as it keeps them.
 
-        If the chat template has no tools, calls and results become text.
+        If the chat template writes no calls, they and their results become text.
         """
-        if self._form.in_template:
+        if self._writes_calls:
             return self._as_read(messages)
-        return tool_calls.with_instruction(_with_objects(messages), [])
+        return tool_calls.with_calls_as_text(self._form, _with_objects(messages))
 
     @property
     def _given(self) -> list[dict[str, Any]] | None:
@@ -195,10 +196,6 @@ def _with_arguments(
         else dict(each)
         for each in messages
     ]
-
-
-def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
 def _calls(parts: Sequence[str | AddedCall]) -> list[AddedCall]:

@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 
 from jaxserve.models.tool_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
+    HARMONY,
     HERMES,
+    KIMI,
     LIST,
     LLAMA3,
     MISTRAL,
+    MISTRAL_ARGS,
     JsonCall,
     ToolFormat,
     format_of,
+    with_calls_as_text,
     with_instruction,
+    writes_calls,
 )
 from jaxserve.models.tool_reader import Call, CallReader, MoreArguments
 
@@ -153,20 +161,51 @@ def test_templates_without_tools_get_an_instruction():
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     ]
-    said = with_instruction(messages, tools)
+    said = with_instruction(LIST, with_calls_as_text(LIST, messages), tools)
     assert said[0]["content"].startswith("Be brief.\n\n")
     assert json.dumps([tools[0]["function"]]) in said[0]["content"]
     assert said[2]["content"] == '<tool_call>[{"name": "add", "arguments": {"x": 1}}]</tool_call>'
     assert said[3] == {"role": "user", "content": "<tool_response>2</tool_response>"}
 
 
-def test_without_tools_no_empty_list_is_offered():
-    """A chat whose history has calls, and which offers none now, has no instruction."""
-    messages = [{"role": "user", "content": "1?"}, {"role": "tool", "content": "2"}]
-    assert with_instruction(messages, []) == [
-        messages[0],
-        {"role": "user", "content": "<tool_response>2</tool_response>"},
-    ]
+def test_the_instruction_shows_the_family_s_own_notation():
+    """DeepSeek's templates write calls of the history, and no tools (llama.cpp 0374c5b)."""
+    template = (
+        "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{% endfor %}"
+    )
+    form = format_of(template)
+    assert form is DEEPSEEK_V31 and writes_calls(template)
+    (first,) = with_instruction(form, [], [])
+    assert first["content"].endswith(
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name1<｜tool▁sep｜>{"argument1": "value1"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        HERMES,
+        LIST,
+        MISTRAL,
+        MISTRAL_ARGS,
+        LLAMA3,
+        GRANITE,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        KIMI,
+        HARMONY,
+    ],
+)
+def test_calls_as_text_are_calls(form):
+    """What the history has in place of calls that a template does not write is read as these."""
+    given = [{"function": {"name": "add", "arguments": {"x": i}}} for i in range(2)]
+    message = {"role": "assistant", "content": "", "tool_calls": given}
+    (said,) = with_calls_as_text(form, [message])
+    reader = CallReader(form)
+    found = [*reader.push(said["content"]), *reader.finish()]
+    ids = [None, None] if form is not KIMI else ["functions.add:0", "functions.add:1"]
+    assert found == [Call("add", f'{{"x": {i}}}', ids[i]) for i in range(2)]
 
 
 def _key(form: ToolFormat) -> str:

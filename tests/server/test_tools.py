@@ -82,6 +82,16 @@ def test_other_templates_get_objects(tools):
         assert prompt == f"user:q;assistant:({shown});tool:7;"
 
 
+def test_a_template_that_writes_tools_and_no_calls():
+    """SmolLM3's reads `xml_tools`, and writes the content of answers only."""
+    template = "{% if xml_tools %}{{ xml_tools | length }} <tool_call>{% endif %}"
+    template += "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "x \\u00e9"}}\n</tool_call>'
+    assert _prompt(ARGUMENTS, TOOLS, chat_template=template) == (
+        f"1 <tool_call>user:q;assistant:{call};user:<tool_response>7</tool_response>;"
+    )
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_arguments_that_are_empty_are_an_empty_object(tools):
     """As OpenAI's clients send them for a call without arguments, and mistral-common 1.8 reads."""
