@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,9 +14,8 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.server.events import EventStream
 from jaxserve.server.exchange import Group
 from jaxserve.server.routes.messages import PING, MessagesRequest, messages_of
-from jaxserve.testing import write_chat_model
 from tests.common.tiers import some
-from tests.server.serving import NAME, post, server
+from tests.server.serving import NAME, chat_server, post, server
 from tests.server.test_structured import TEMPLATES
 
 HI: Any = {"role": "user", "content": "hi"}
@@ -71,18 +69,16 @@ def _built(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
+def _num_prompt(message: dict[str, Any]) -> int:
+    usage = message["usage"]
+    assert min(usage.values()) >= 0, usage  # a grammar forces tokens, which may be cached, too
+    return usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
 @pytest.fixture(scope="module", params=some(TEMPLATES))
 def tooled(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("models")
-    write_chat_model(folder)
-    path = folder / "tokenizer_config.json"
-    config = {**json.loads(path.read_text()), "chat_template": TEMPLATES[request.param]}
-    path.write_text(json.dumps(config))
-    options: Any = {"max_slots": 4, "max_step_tokens": 32, "page_size": 32, "max_context": 2048}
-    with (
-        Runtime.from_pretrained(str(folder), load="random", progress=False, **options) as rt,
-        server(rt) as url,
-    ):
+    folder = tmp_path_factory.mktemp("models") / request.param
+    with chat_server(folder, TEMPLATES[request.param]) as url:
         yield url
 
 
@@ -99,12 +95,18 @@ def test_answer_is_the_runtimes(rt: Runtime, url: str):
         "content": [{"type": "text", "text": expected.text}],
         "stop_reason": "max_tokens",
         "stop_sequence": None,
-        "usage": {"input_tokens": len(expected.prompt_token_ids), "output_tokens": 9},
+        "usage": {
+            "input_tokens": len(expected.prompt_token_ids) % 8,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": len(expected.prompt_token_ids) // 8 * 8,
+            "output_tokens": 9,
+        },
     }
 
 
 def test_events_build_the_answer(url: str):
     """They come in Anthropic's order, and make the same message as without a stream."""
+    _ask(url)  # from here on, the prompt is cached
     events, whole = _events(url), _ask(url)
     kinds = [event["type"] for event in events if event["type"] != "content_block_delta"]
     assert kinds == [
@@ -120,7 +122,7 @@ def test_events_build_the_answer(url: str):
         None,
         0,
     )
-    assert begun["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert begun["usage"]["input_tokens"] == _num_prompt(whole)
     assert {**_built(events), "id": ""} == {**whole, "id": ""}
 
 
@@ -140,7 +142,7 @@ def test_the_end_of_the_context_is_named(rt: Runtime, url: str):
     """It is another reason than the request's own limit."""
     answer = _ask(url, max_tokens=10_000)
     assert answer["stop_reason"] == "model_context_window_exceeded"
-    assert sum(answer["usage"].values()) <= 128
+    assert sum(answer["usage"].values()) == 128
 
 
 def test_tokens_are_counted_as_they_are_used(url: str, tooled: str):
@@ -148,7 +150,7 @@ def test_tokens_are_counted_as_they_are_used(url: str, tooled: str):
     for address, fields in ((url, {}), (tooled, {"tools": [WEATHER]})):
         prompt = {"messages": [HI], "system": "short", "model": NAME, **fields}
         counted = post(address, "/v1/messages/count_tokens", prompt)
-        used = _ask(address, **fields, max_tokens=1)["usage"]["input_tokens"]
+        used = _num_prompt(_ask(address, **fields, max_tokens=1))
         assert counted.json() == {"input_tokens": used}
 
 
@@ -213,7 +215,7 @@ def test_calls_are_blocks(tooled: str, choice: dict[str, Any]):
     built = _built(_events(tooled, **fields))
     (streamed,) = built["content"]
     assert {**streamed, "id": ""} == {**block, "id": ""}
-    assert (built["stop_reason"], built["usage"]) == ("tool_use", answer["usage"])
+    assert (built["stop_reason"], _num_prompt(built)) == ("tool_use", _num_prompt(answer))
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "7"}
     said = [
         HI,

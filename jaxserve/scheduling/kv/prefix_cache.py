@@ -194,7 +194,8 @@ class PrefixCacheManager:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
             self._count(sequence, len(found), len(came - loaded), len(came))
             if not sequence.num_preemptions:
-                kv.num_found = len(found) * self._page_size
+                # Tokens that a grammar forces may follow the prompt in the same page.
+                kv.num_found = min(len(found) * self._page_size, sequence.prompt_length)
             kv.branch = self._continue(cached)
             kv.branch.run()
         return list(enumerate(pages))

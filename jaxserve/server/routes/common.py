@@ -17,7 +17,7 @@ from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.options import LATENCY_HEADER, LatencyClass
-from jaxserve.server.schema import ErrorReply, Reply, Unheeded
+from jaxserve.server.schema import ErrorReply, Reply, Strict, Unheeded
 
 _MEANINGS = {
     400: "The request cannot be served as given.",
@@ -112,6 +112,12 @@ def need_tokenizer(service: Service) -> Tokenizer:
 
 
 def check_fields(body: Unheeded, backend: Backend) -> None:
+    """Do the same as `check_ignored`, and write to the access log who asks."""
+    check_ignored(body, backend)
+    note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
+
+
+def check_ignored(body: Strict, backend: Backend) -> None:
     """Name fields without effect in the access log; refuse them where the server is strict."""
     names = sorted(body.ignored())
     if names and backend.options.strict_fields:
@@ -120,12 +126,7 @@ def check_fields(body: Unheeded, backend: Backend) -> None:
             "(--strict-fields); leave it out",
             names[0],
         )
-    note(
-        notes_here(),
-        user=body.user,
-        safety_identifier=body.safety_identifier,
-        ignored=names or None,
-    )
+    note(notes_here(), ignored=names or None)
 
 
 def check_num_samples(num_samples: int, backend: Backend) -> None:

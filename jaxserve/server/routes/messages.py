@@ -38,6 +38,7 @@ from jaxserve.server.routes.common import (
     READING,
     Here,
     InClass,
+    check_ignored,
     documented,
     is_short,
     need_tokenizer,
@@ -52,11 +53,13 @@ from jaxserve.server.schema import (
     MessagesErrorReply,
     NamedFunction,
     NamedTool,
+    NoEffect,
     Reply,
     StopText,
     Strict,
     Tool,
     checked_json,
+    no_effect,
     optional,
     predicted,
     unused,
@@ -69,25 +72,14 @@ router = APIRouter()
 _MAX_CHARACTER_TOKENS = 4
 
 
-class CacheControl(Strict):
-    """Where a client wants the prompt to be cached; the prefix cache finds all pages anyway."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-def _ignored() -> Any:
-    return Field(None, description="Accepted and ignored; it does not change the answer.")
-
-
 class TextBlock(Strict):
     """A text."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = _ignored()
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
-    parsed_output: Any = _ignored()  # which the client's `parse` adds to an answer
+    parsed_output: NoEffect = no_effect("what Anthropic's client reads in `text`.")
 
 
 class ToolUseBlock(Strict):
@@ -97,8 +89,8 @@ class ToolUseBlock(Strict):
     id: str
     name: str
     input: JsonObject
-    cache_control: CacheControl | None = _ignored()
-    caller: JsonObject | None = _ignored()
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
+    caller: NoEffect = no_effect("the model.")
     toolset_name: None = unused()
 
 
@@ -108,8 +100,8 @@ class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Items[TextBlock] | None = None
-    is_error: bool | None = _ignored()
-    cache_control: CacheControl | None = _ignored()
+    is_error: NoEffect = no_effect("chat templates have results only.")
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
     toolset_name: None = unused()
 
 
@@ -163,8 +155,8 @@ class ClientTool(Strict):
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = Field(None, description="Enforced where a call is demanded.")
-    cache_control: CacheControl | None = _ignored()
-    eager_input_streaming: bool | None = _ignored()
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
+    eager_input_streaming: NoEffect = no_effect("arguments are always streamed as they come.")
     allowed_callers: Items[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     input_examples: None = unused()
@@ -206,7 +198,7 @@ class OutputConfig(Strict):
     """The form of the answer."""
 
     format: JsonFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = _ignored()
+    effort: NoEffect = None
 
 
 class Metadata(Strict):
@@ -227,10 +219,8 @@ class CountRequest(Strict):
     )
     thinking: NoThinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = _ignored()
-    context_management: JsonObject | None = Field(
-        None, description="Accepted and ignored; nothing is cleared from the prompt."
-    )
+    cache_control: NoEffect = no_effect("prefixes are cached in any case.")
+    context_management: NoEffect = Field(None, description="Nothing is cleared from the prompt.")
     speed: Literal["standard"] | None = None
 
 
@@ -244,7 +234,9 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="0 keeps all tokens.")
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = _ignored()
+    service_tier: Literal["auto", "standard_only"] | None = Field(
+        None, description="There is only one tier."
+    )
     container: None = unused()
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -278,10 +270,21 @@ StopReason = Literal[
 
 
 class MessagesUsage(Reply):
-    """Numbers of tokens."""
+    """Numbers of tokens; `input_tokens` are without those whose KV was cached."""
 
     input_tokens: int
+    cache_creation_input_tokens: int | None = optional()
+    cache_read_input_tokens: int | None = optional()
     output_tokens: int
+
+    @classmethod
+    def of(cls, num_prompt: int, num_cached: int, num_output: int) -> MessagesUsage:
+        return cls(
+            input_tokens=num_prompt - num_cached,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=num_cached,
+            output_tokens=num_output,
+        )
 
 
 class MessagesReply(Reply):
@@ -410,6 +413,7 @@ async def answer_messages(
 ) -> Response:
     """Answer a chat, in the form of Anthropic's API."""
     adapter = backend.adapter_of(body.model)
+    check_ignored(body, backend)
     note(notes_here(), user=None if body.metadata is None else body.metadata.user_id)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = _tools(body, tokenizer)
@@ -442,6 +446,7 @@ async def answer_messages(
 async def count_tokens(body: CountRequest, backend: Here) -> Response:
     """Return the number of tokens of a prompt in the form of Anthropic's API."""
     backend.adapter_of(body.model)
+    check_ignored(body, backend)
     tools = _tools(body, need_tokenizer(backend.ready_service()))
     prompt = await to_thread.run_sync(lambda: tools.prompt(messages_of(body)))
     return json_response(CountReply(input_tokens=len(prompt)))
@@ -578,9 +583,10 @@ class _MessagesAnswer:
         for _ in self.added(completion.text, completion.finish_reason):
             pass
         end = self.stop(completion.finish_reason, completion.token_ids)
-        usage = MessagesUsage(
-            input_tokens=len(completion.prompt_token_ids),
-            output_tokens=len(completion.token_ids),
+        usage = MessagesUsage.of(
+            len(completion.prompt_token_ids),
+            completion.num_cached_tokens,
+            len(completion.token_ids),
         )
         return MessagesReply(
             id=self.id,
@@ -642,7 +648,8 @@ class _MessagesAnswer:
 class _MessagesEvents:
     """The events of a streamed answer.
 
-    `num_prompt_tokens` is 0 while a long prompt is tokenized; the last events have the number.
+    The first event has the number of tokens of the prompt (0 while a long one is tokenized), the
+    last one has also how many of them were cached.
     """
 
     def __init__(
@@ -652,6 +659,7 @@ class _MessagesEvents:
         self._num_prompt_tokens = num_prompt_tokens
         self._lengths = lengths
         self._reason = "stop"
+        self._num_cached = 0
         self._tokens: list[int] = []
 
     def begin(self) -> bytes:
@@ -662,13 +670,12 @@ class _MessagesEvents:
         return told + b"".join(event for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:
-        usage = MessagesUsage(
-            input_tokens=self._num_prompt_tokens(), output_tokens=len(self._tokens)
-        )
+        usage = MessagesUsage.of(self._num_prompt_tokens(), self._num_cached, len(self._tokens))
         delta = self._answer.stop(self._reason, self._tokens)
         return _data("message_delta", delta=delta, usage=usage) + _data("message_stop")
 
     def _of(self, piece: Piece) -> Iterator[bytes]:
         self._reason = piece.finish_reason or self._reason
         self._tokens += piece.token_ids
+        self._num_cached = piece.num_cached_tokens
         return self._answer.added(piece.text, piece.finish_reason)
