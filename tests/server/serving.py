@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve import Runtime
 from jaxserve.predictor import LengthBuckets, LengthDistributions
 from jaxserve.server import ServerOptions, running
-from jaxserve.testing import OPTIONS, SlowExecutor, letter_tokenizer, tiny_llama
+from jaxserve.testing import OPTIONS, SlowExecutor, letter_tokenizer, tiny_llama, write_chat_model
 
 NAME = "tiny"
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -48,6 +49,21 @@ def server(rt: Runtime, *, traces: Any = None, **options: Any) -> Iterator[str]:
     """Serve a runtime, and yield the address."""
     given = {"model_name": NAME, "port": 0, "log_requests": False, **options}
     with running(rt, ServerOptions(**given), traces=traces) as url:
+        yield url
+
+
+@contextmanager
+def chat_server(folder: Path, template: str) -> Iterator[str]:
+    """Serve a chat model with random weights and this template, written into a new folder."""
+    folder.mkdir()
+    write_chat_model(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    options: Any = {"max_slots": 4, "max_step_tokens": 32, "page_size": 32, "max_context": 2048}
+    with (
+        Runtime.from_pretrained(str(folder), load="random", progress=False, **options) as rt,
+        server(rt) as url,
+    ):
         yield url
 
 

@@ -13,14 +13,13 @@ import openai
 import pydantic
 import pytest
 
-from jaxserve import Runtime
 from jaxserve.core.errors import GrammarFailedError
 from jaxserve.server.routes.responses import OutputCall, OutputItems, ResponseEvent
 from jaxserve.server.schema import AddedCall, AddedFunction, Tool
 from jaxserve.server.tools import Tools
-from jaxserve.testing import letter_tokenizer, write_chat_model
+from jaxserve.testing import letter_tokenizer
 from tests.common.schemas import SYMBOLS
-from tests.server.serving import CHAT, NAME, client, post, server
+from tests.server.serving import CHAT, NAME, chat_server, client, post
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -58,16 +57,7 @@ TEMPLATES = {
 
 
 def _serve(folder: Path, template: str) -> Iterator[openai.OpenAI]:
-    folder.mkdir()
-    write_chat_model(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    options: Any = {"max_slots": 4, "max_step_tokens": 32, "page_size": 32, "max_context": 2048}
-    with (
-        Runtime.from_pretrained(str(folder), load="random", progress=False, **options) as rt,
-        server(rt) as url,
-        client(url) as ai,
-    ):
+    with chat_server(folder, template) as url, client(url) as ai:
         yield ai
 
 
