@@ -11,12 +11,21 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.server.events import EventStream
+from jaxserve.server.events import EventStream, LengthComments
 from jaxserve.server.exchange import Group
-from jaxserve.server.routes.messages import PING, MessagesRequest, messages_of
+from jaxserve.server.routes.messages import (
+    PING,
+    MessagesAnswer,
+    MessagesEvents,
+    MessagesRequest,
+    messages_of,
+)
+from jaxserve.server.tools import Tools
 from tests.common.tiers import some
+from tests.common.vocabularies import byte_level
 from tests.server.serving import NAME, chat_server, post, server
 from tests.server.test_structured import TEMPLATES
+from tests.server.test_thinking import COMPLETION, PIECES
 
 HI: Any = {"role": "user", "content": "hi"}
 ASKED: Any = {"messages": [HI], "system": "short", "max_tokens": 9, "temperature": 0}
@@ -155,7 +164,7 @@ def test_tokens_are_counted_as_they_are_used(url: str, tooled: str):
 
 
 def test_turns_as_templates_read_them():
-    """Results are messages of their own, calls are of their answer, and thinking is left out.
+    """Results are messages of their own; calls and thinking are of their answer.
 
     Turns of one role after another are one turn, as Anthropic says ("Consecutive `user` or
     `assistant` turns in your request will be combined into a single turn").
@@ -192,11 +201,40 @@ def test_turns_as_templates_read_them():
     assert messages_of(MessagesRequest.model_validate(body)) == [
         {"role": "system", "content": "be short"},
         {"role": "user", "content": "hi\n\nsoso"},
-        {"role": "assistant", "content": "so", "tool_calls": calls},
+        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "content": "so", "tool_call_id": "1"},
         {"role": "tool", "content": "", "tool_call_id": "2"},
         {"role": "user", "content": "so"},
     ]
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_thinking_is_a_block(is_shown: bool):
+    """It comes before the text, whole and as events, with its tokens; `display` leaves it out."""
+    display = {} if is_shown else {"display": "omitted"}
+    thinking = {"type": "enabled", "budget_tokens": 1024, **display}
+    body = MessagesRequest.model_validate({**ASKED, "thinking": thinking})
+    tokenizer = byte_level(chat_template=TEMPLATES["list"])
+
+    def answer() -> MessagesAnswer:
+        tools = Tools(None, None, None, tokenizer)
+        return MessagesAnswer(body, SamplingParams(max_tokens=9), tools, NAME, tokenizer)
+
+    whole = answer().reply(COMPLETION).model_dump()
+    thought = {"type": "thinking", "thinking": "hm so" if is_shown else "", "signature": ""}
+    assert whole["content"] == [thought, {"type": "text", "text": "ok"}]
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
+    events = MessagesEvents(answer(), LengthComments(None, None), lambda: 2)
+    sent = events.begin() + b"".join(events.of([(0, piece)]) for piece in PIECES) + events.end()
+    data = [json.loads(line[6:]) for line in sent.decode().split("\n") if line[:5] == "data:"]
+    deltas = [each["delta"] for each in data if each["type"] == "content_block_delta"]
+    thoughts = [{"type": "thinking_delta", "thinking": text} for text in ("hm", " so")]
+    assert deltas == [
+        *(thoughts if is_shown else []),
+        {"type": "signature_delta", "signature": ""},
+        *({"type": "text_delta", "text": text} for text in "ok"),
+    ]
+    assert data[-2]["usage"] == whole["usage"]
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])

@@ -20,6 +20,7 @@ from jaxserve.core.sampling_params import MAX_STOPS, SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
+from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     EventStream,
@@ -64,6 +65,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
+from jaxserve.server.thinking import template_variables
 from jaxserve.server.tools import Tools
 
 router = APIRouter()
@@ -106,15 +108,15 @@ class ToolResultBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    """What the model thought before an earlier answer; the prompt does not have it."""
+    """What the model thought before an earlier answer; rendered as the chat template wants."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
+    signature: NoEffect = no_effect("nothing is signed.")
 
 
 class RedactedThinkingBlock(Strict):
-    """The same, where only Anthropic can read it; the prompt does not have it."""
+    """What another service thought, which only it can read; the prompt does not have it."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -178,9 +180,30 @@ class ChoiceOfOneTool(Strict):
 
 
 class NoThinking(Strict):
-    """The answer is not preceded by thinking in a block of its own."""
+    """Switches thinking off, where the chat template has a switch."""
 
     type: Literal["disabled"]
+
+
+class AdaptiveThinking(Strict):
+    """Leaves it to the chat template and the model whether they think."""
+
+    type: Literal["adaptive"]
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description='"omitted" leaves the text out of thinking blocks; no summary is made.'
+    )
+
+
+class Thinking(Strict):
+    """Switches thinking on, where the chat template has a switch."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(
+        ge=1, le=MAX_INT32, description="The end of thinking is written after this many."
+    )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description='"omitted" leaves the text out of thinking blocks; no summary is made.'
+    )
 
 
 class JsonFormat(Strict):
@@ -198,7 +221,9 @@ class OutputConfig(Strict):
     """The form of the answer."""
 
     format: JsonFormat | None = None
-    effort: NoEffect = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that read it."
+    )
 
 
 class Metadata(Strict):
@@ -217,7 +242,9 @@ class CountRequest(Strict):
     tool_choice: Annotated[ChoiceOfTools | ChoiceOfOneTool, Field(discriminator="type")] | None = (
         Field(None, description="auto by default.")
     )
-    thinking: NoThinking | None = None
+    thinking: (
+        Annotated[NoThinking | AdaptiveThinking | Thinking, Field(discriminator="type")] | None
+    ) = Field(None, description="adaptive by default.")
     output_config: OutputConfig | None = None
     cache_control: NoEffect = no_effect("prefixes are cached in any case.")
     context_management: NoEffect = Field(None, description="Nothing is cleared from the prompt.")
@@ -263,10 +290,24 @@ class AnsweredToolUse(Reply):
     input: dict[str, Any]
 
 
-Block = AnsweredText | AnsweredToolUse
+class AnsweredThinking(Reply):
+    """What the model thought; nothing is signed."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+Block = AnsweredText | AnsweredToolUse | AnsweredThinking
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
+
+
+class OutputTokensDetails(Reply):
+    """Parts of the output."""
+
+    thinking_tokens: int
 
 
 class MessagesUsage(Reply):
@@ -276,10 +317,15 @@ class MessagesUsage(Reply):
     cache_creation_input_tokens: int | None = optional()
     cache_read_input_tokens: int | None = optional()
     output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = optional("Of an answer with thinking.")
 
     @classmethod
-    def of(cls, num_prompt: int, num_cached: int, num_output: int) -> MessagesUsage:
+    def of(
+        cls, num_prompt: int, num_cached: int, num_output: int, num_thinking: int
+    ) -> MessagesUsage:
+        details = OutputTokensDetails(thinking_tokens=num_thinking)
         return cls(
+            output_tokens_details=details if num_thinking else None,
             input_tokens=num_prompt - num_cached,
             cache_creation_input_tokens=0,
             cache_read_input_tokens=num_cached,
@@ -353,39 +399,47 @@ class AnswerBlocks:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._index = -1  # of the open block, or of the last one
-        self._call: AddedCall | None = None  # of the open block, if it is a call
+        self._open: Block | None = None  # as it began
         self._texts: list[str] = []
-        self._is_open = False
+
+    def think(self, text: str) -> Iterator[bytes]:
+        """Add to the open block of thinking, or begin one."""
+        if not isinstance(self._open, AnsweredThinking):
+            yield from self._begin(AnsweredThinking(thinking=""))
+        if text:
+            yield self._added("thinking_delta", "thinking", text)
 
     def add(self, part: str | AddedCall) -> Iterator[bytes]:
         """Add to the open block, or begin another one."""
         if isinstance(part, str):
-            if not self._is_open or self._call is not None:
-                yield from self._begin(AnsweredText(text=""), None)
+            if not isinstance(self._open, AnsweredText):
+                yield from self._begin(AnsweredText(text=""))
             yield self._added("text_delta", "text", part)
             return
         if part.id is not None:
             name = part.function.name or ""
-            yield from self._begin(AnsweredToolUse(id=part.id, name=name, input={}), part)
+            yield from self._begin(AnsweredToolUse(id=part.id, name=name, input={}))
         if part.function.arguments:
             yield self._added("input_json_delta", "partial_json", part.function.arguments)
 
     def close(self) -> Iterator[bytes]:
         """End the open block, if there is one."""
-        if not self._is_open:
+        block, text = self._open, "".join(self._texts)
+        if block is None:
             return
-        self._is_open = False
-        text, call = "".join(self._texts), self._call
-        if call is None:
+        self._open = None
+        if isinstance(block, AnsweredText):
             self.blocks.append(AnsweredText(text=text))
-        elif call.id is not None and (given := _object_of(text)) is not None:
-            name = call.function.name or ""
-            self.blocks.append(AnsweredToolUse(id=call.id, name=name, input=given))
+        elif isinstance(block, AnsweredThinking):
+            self.blocks.append(AnsweredThinking(thinking=text))
+            yield _delta(self._index, "signature_delta", "signature", "")
+        elif (given := _object_of(text)) is not None:
+            self.blocks.append(block.model_copy(update={"input": given}))
         yield _data("content_block_stop", index=self._index)
 
-    def _begin(self, block: Block, call: AddedCall | None) -> Iterator[bytes]:
+    def _begin(self, block: Block) -> Iterator[bytes]:
         yield from self.close()
-        self._index, self._call, self._texts, self._is_open = self._index + 1, call, [], True
+        self._index, self._open, self._texts = self._index + 1, block, []
         yield _data("content_block_start", index=self._index, content_block=block)
 
     def _added(self, type: str, field: str, text: str) -> bytes:
@@ -416,15 +470,15 @@ async def answer_messages(
     check_ignored(body, backend)
     note(notes_here(), user=None if body.metadata is None else body.metadata.user_id)
     tokenizer = need_tokenizer(backend.ready_service())
-    tools = _tools(body, tokenizer)
+    tools = _tools(body, tokenizer, backend)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = _MessagesAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = MessagesAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, params))
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))
     lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
-    events = _MessagesEvents(
+    events = MessagesEvents(
         answer, lengths, lambda: len(exchange.jobs[0].prompt) if exchange.jobs else 0
     )
     return EventStream(
@@ -447,12 +501,21 @@ async def count_tokens(body: CountRequest, backend: Here) -> Response:
     """Return the number of tokens of a prompt in the form of Anthropic's API."""
     backend.adapter_of(body.model)
     check_ignored(body, backend)
-    tools = _tools(body, need_tokenizer(backend.ready_service()))
+    tools = _tools(body, need_tokenizer(backend.ready_service()), backend)
     prompt = await to_thread.run_sync(lambda: tools.prompt(messages_of(body)))
     return json_response(CountReply(input_tokens=len(prompt)))
 
 
-def _tools(body: CountRequest, tokenizer: Tokenizer) -> Tools:
+def _tools(body: CountRequest, tokenizer: Tokenizer, backend: Backend) -> Tools:
+    thinks = {"disabled": False, "enabled": True, "adaptive": None}
+    variables = template_variables(
+        tokenizer,
+        backend.options.template_kwargs,
+        None,
+        effort=None if body.output_config is None else body.output_config.effort,
+        enable_thinking=None if body.thinking is None else thinks[body.thinking.type],
+        has_tools=bool(body.tools),
+    )
     given = body.tool_choice
     choice: Any = None
     if isinstance(given, ChoiceOfOneTool):
@@ -461,9 +524,9 @@ def _tools(body: CountRequest, tokenizer: Tokenizer) -> Tools:
         choice = {"auto": "auto", "any": "required", "none": "none"}[given.type]
     is_one = given is not None and given.disable_parallel_tool_use
     if not body.tools:
-        return Tools(None, None if choice == "auto" else choice, None, tokenizer)
+        return Tools(None, None if choice == "auto" else choice, None, tokenizer, variables)
     tools = [_tool(tool) for tool in body.tools]
-    return Tools(tools, choice, False if is_one else None, tokenizer)
+    return Tools(tools, choice, False if is_one else None, tokenizer, variables)
 
 
 def _tool(given: ClientTool) -> Tool:
@@ -484,6 +547,10 @@ def _params(body: MessagesRequest, tools: Tools) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
         stop=tuple(body.stop_sequences or ()),
+        separate_reasoning=True,
+        max_thinking_tokens=(
+            body.thinking.budget_tokens if isinstance(body.thinking, Thinking) else None
+        ),
         **constraint_of(form, tools),
     )
 
@@ -545,15 +612,26 @@ def _message(role: str, blocks: Sequence[Any]) -> dict[str, Any]:
         if isinstance(block, ToolUseBlock)
     ]
     content = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    return {"role": role, "content": content, **({"tool_calls": calls} if calls else {})}
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    return {
+        "role": role,
+        "content": content,
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return messages of one role as one, with an empty line between their texts."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     content = "\n\n".join(text for message in messages if (text := message["content"]))
-    found = {"role": messages[0]["role"], "content": content}
-    return {**found, "tool_calls": calls} if calls else found
+    thought = "".join(message.get("reasoning_content", "") for message in messages)
+    return {
+        "role": messages[0]["role"],
+        "content": content,
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _text(content: str | Sequence[TextBlock] | None) -> str:
@@ -564,7 +642,7 @@ def _text(content: str | Sequence[TextBlock] | None) -> str:
 
 @final
 @dataclass
-class _MessagesAnswer:
+class MessagesAnswer:
     body: MessagesRequest
     params: SamplingParams
     tools: Tools
@@ -580,13 +658,15 @@ class _MessagesAnswer:
         return [Job(self.tools.prompt(messages_of(self.body)), self.params)]
 
     def reply(self, completion: Completion) -> MessagesReply:
-        for _ in self.added(completion.text, completion.finish_reason):
+        (sample,) = completion.samples
+        for _ in self.added(sample.reasoning or "", sample.text, sample.finish_reason):
             pass
         end = self.stop(completion.finish_reason, completion.token_ids)
         usage = MessagesUsage.of(
             len(completion.prompt_token_ids),
             completion.num_cached_tokens,
             len(completion.token_ids),
+            sample.num_reasoning_tokens,
         )
         return MessagesReply(
             id=self.id,
@@ -608,8 +688,13 @@ class _MessagesAnswer:
             usage=MessagesUsage(input_tokens=num_prompt_tokens, output_tokens=0),
         )
 
-    def added(self, text: str, reason: str | None) -> Iterator[bytes]:
+    def added(self, thought: str, text: str, reason: str | None) -> Iterator[bytes]:
         """Add a piece to the blocks, and yield its events; the last one closes the blocks."""
+        if thought:
+            given = self.body.thinking
+            is_switch = given is None or isinstance(given, NoThinking)
+            is_shown = is_switch or given.display != "omitted"
+            yield from self._blocks.think(thought if is_shown else "")
         for part in self._answered.push(text, reason):
             yield from self._blocks.add(part)
         if reason is not None:
@@ -645,7 +730,7 @@ class _MessagesAnswer:
 
 
 @final
-class _MessagesEvents:
+class MessagesEvents:
     """The events of a streamed answer.
 
     The first event has the number of tokens of the prompt (0 while a long one is tokenized), the
@@ -653,13 +738,13 @@ class _MessagesEvents:
     """
 
     def __init__(
-        self, answer: _MessagesAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
+        self, answer: MessagesAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
     ):
         self._answer = answer
         self._num_prompt_tokens = num_prompt_tokens
         self._lengths = lengths
         self._reason = "stop"
-        self._num_cached = 0
+        self._num_cached = self._num_thinking = 0
         self._tokens: list[int] = []
 
     def begin(self) -> bytes:
@@ -670,7 +755,9 @@ class _MessagesEvents:
         return told + b"".join(event for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:
-        usage = MessagesUsage.of(self._num_prompt_tokens(), self._num_cached, len(self._tokens))
+        usage = MessagesUsage.of(
+            self._num_prompt_tokens(), self._num_cached, len(self._tokens), self._num_thinking
+        )
         delta = self._answer.stop(self._reason, self._tokens)
         return _data("message_delta", delta=delta, usage=usage) + _data("message_stop")
 
@@ -678,4 +765,5 @@ class _MessagesEvents:
         self._reason = piece.finish_reason or self._reason
         self._tokens += piece.token_ids
         self._num_cached = piece.num_cached_tokens
-        return self._answer.added(piece.text, piece.finish_reason)
+        self._num_thinking += piece.num_reasoning
+        return self._answer.added(piece.reasoning or "", piece.text, piece.finish_reason)
