@@ -72,10 +72,13 @@ class TextAssembler:
         self.text = ""
         self.num_reasoning = 0
         self._thinking = thinking
-        # Of what has been decoded, to count its tokens, and of what is delivered.
-        self._counting = None if thinking is None else thinking.reader()
-        self._delivering = None if thinking is None else thinking.reader()
+        # Of all text, which counts the tokens of the thinking; and with stop strings, which hold
+        # text back, of what is delivered.
+        self._reader = None if thinking is None else thinking.reader()
+        self._delivering = thinking.reader() if thinking is not None and stops else None
+        self._is_counting = thinking is not None
         self._num_uncounted = 0
+        self._pending: list[tuple[str, str]] = []  # that the first one has read
         self._decoder = decoder
         self._stops = stops
         self._min_tokens = min_tokens
@@ -90,11 +93,11 @@ class TextAssembler:
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Append tokens; return how many complete a stop string, which the text ends before."""
         if not self._stops:
-            if self._counting is None:
-                self.text += self._decoder.push(token_ids)
-            else:
+            if self._is_counting:
                 for token_id in token_ids:
                     self._add(token_id)
+            else:
+                self._read(self._decoder.push(token_ids))
             return None
         for used, token_id in enumerate(token_ids, 1):
             self._add(token_id)
@@ -113,19 +116,19 @@ class TextAssembler:
         return None
 
     def _add(self, token_id: int) -> None:
-        text = self._decoder.push([token_id])
-        self.text += text
-        reader = self._counting
-        if reader is None:
+        self._read(self._decoder.push([token_id]))
+        if not self._is_counting or self._reader is None:
             return
         self._num_uncounted += 1
-        reader.push(text)
-        if reader.has_thought:
+        self._is_counting = self._reader.phase != "answer"
+        if self._reader.has_thought:
             self.num_reasoning += self._num_uncounted
-        if reader.has_thought or reader.phase == "answer":
             self._num_uncounted = 0
-        if reader.phase == "answer":
-            self._counting = None
+
+    def _read(self, text: str) -> None:
+        self.text += text
+        if self._reader is not None and (self._delivering is None or self._is_counting):
+            self._pending.append(self._reader.push(text))
 
     def whole(self) -> str:
         """Return the text of the answer, without its thinking."""
@@ -140,18 +143,24 @@ class TextAssembler:
 
     def finish(self) -> None:
         """Append the text that the decoder held back, unless a stop string has ended the text."""
-        self.text += self._decoder.flush()
+        self._read(self._decoder.flush())
 
     def take(self, *, is_final: bool) -> tuple[str, str]:
         """Return the new reasoning and text that are certain to be part of the answer."""
-        end = len(self.text) if is_final else self._num_certain()
-        piece = self.text[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        if self._delivering is None:
-            return "", piece
-        reasoning, text = self._delivering.push(piece)
+        reader = self._reader
+        if reader is None or self._delivering is not None:
+            end = len(self.text) if is_final else self._num_certain()
+            piece = self.text[self._num_shown : end]
+            self._num_shown = max(self._num_shown, end)
+            if self._delivering is None:
+                return "", piece
+            reader = self._delivering
+            reasoning, text = reader.push(piece)
+        else:
+            taken, self._pending = self._pending, []
+            reasoning, text = ("".join(part[i] for part in taken) for i in (0, 1))
         if is_final:
-            more, rest = self._delivering.finish()
+            more, rest = reader.finish()
             reasoning, text = reasoning + more, text + rest
         return reasoning, text
 

@@ -416,7 +416,9 @@ class _HarmonyReader:
 
 def num_begun(text: str, mark: str) -> int:
     """Return the length of the longest proper beginning of a mark that ends the text."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
     return 0
