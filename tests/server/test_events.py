@@ -55,7 +55,9 @@ def _sent(*groups: Group | Exception) -> list[Message]:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await EventStream(pieces(), _Texts(), lambda: None)({"type": "http", "path": "/"}, receive, send)
+        await EventStream(pieces(), _Texts(), lambda: None)(
+            {"type": "http", "path": "/"}, receive, send
+        )
         return sent
 
     return asyncio.run(run())
