@@ -38,7 +38,7 @@ def test_unknown_options(name, said):
     [
         ("max_new_tokens", "max_new_tokens is not known here; pass max_tokens$"),
         ("temprature", r"temprature is not known; did you mean temperature\?$"),
-        ("xyz", "xyz is not known; known are max_tokens, .*choice$"),
+        ("xyz", "xyz is not known; known are max_tokens, .*template_kwargs$"),
     ],
 )
 def test_unknown_sampling_parameters(name, said):

@@ -249,12 +249,12 @@ def test_a_stop_string_of_byte_tokens_ends_at_its_own_token():
     for stop, count, text in (("\n", 4, "helloé"), ("é", 3, "hello"), ("é\n", 4, "hello")):
         assembler = TextAssembler(StreamDecoder(tokenizer), [stop])
         assert assembler.push(ids) == count
-        assert assembler.take(is_final=True) == text
+        assert assembler.take(is_final=True) == ("", text)
     # A character that is not complete is no match, and comes out as it did.
     assembler = TextAssembler(StreamDecoder(tokenizer), ["\n"])
     assert assembler.push(ids[:2]) is None
     assembler.finish()
-    assert assembler.take(is_final=True) == "hello\ufffd"
+    assert assembler.take(is_final=True) == ("", "hello\ufffd")
 
 
 class _Counting:
