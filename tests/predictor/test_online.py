@@ -18,7 +18,6 @@ from jaxserve.predictor import (
     train,
 )
 from jaxserve.predictor.data import columns
-from tests.common.tiers import some
 from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 
 CONFIG = OnlineConfig(
@@ -90,7 +89,8 @@ def test_it_follows_a_drift(trained_folder):
     assert 200 < counters.mispredicted < 800
 
 
-@pytest.mark.parametrize("num", some([150, 600]))
+@pytest.mark.release
+@pytest.mark.parametrize("num", [150, 600])
 def test_adopting_never_makes_the_holdout_worse(trained_folder, num):
     """Whatever is learned, half of it noise at a high rate, adopted parameters are not worse."""
     wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
