@@ -32,7 +32,7 @@ CASES = [(PRESETS["auto"], "last"), (SWAPPED, "mean")]
 CASES += [(PRESETS[name], kind) for name in sorted(PRESETS) for kind in ("last", "mean")]
 
 
-@seeds(60, 10)
+@seeds(60)
 @pytest.mark.parametrize(
     "policy, pooling", some(CASES, 0, 1), ids=lambda value: getattr(value, "name", value)
 )
@@ -54,7 +54,7 @@ def test_pooled_states_are_those_of_the_request_alone(seeds, policy, pooling):
     assert num_preempted > 0 or policy is not SWAPPED
 
 
-@seeds(40, 10)
+@seeds(40)
 @pytest.mark.parametrize("pooling", some(["mean", "last"]))
 def test_other_weights_and_pools_begin_again(seeds, pooling):
     """A sum over tokens counts each of them once, whatever is computed again."""

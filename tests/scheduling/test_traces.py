@@ -55,7 +55,7 @@ BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
     *("exegpt_rra", "exegpt_waa_c"),
 )
-SEEDS = [range(0, 10), range(10, 60), range(60, 100)]
+SEEDS = [range(0, 20), range(20, 60), range(60, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
 CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:2]]
 # In few traces a quantile is missed, so that these are one test.
