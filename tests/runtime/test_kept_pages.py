@@ -204,6 +204,9 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
         page_size = stats.page_size
         assert stats.num_pages_from_disk * page_size >= stats.num_prefix_hit_on_disk
         assert stats.num_disk_pages == num_files + stats.num_pages_to_disk
+        rt.forget_kept_pages()
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_prefix_hit_on_disk == stats.num_prefix_hit_on_disk
     with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[1]
         assert rt.stats().num_prefix_hit_on_disk == 0
