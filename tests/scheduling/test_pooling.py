@@ -50,7 +50,7 @@ def test_pooled_states_are_those_of_the_request_alone(seeds, policy, pooling):
             if alone.pooled is not None:
                 assert not together[key].output
                 num_preempted += together[key].num_preemptions
-    assert num_pooled > 2.5 * len(seeds)
+    assert num_pooled > 50
     assert num_preempted > 0 or policy is not SWAPPED
 
 
