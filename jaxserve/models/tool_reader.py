@@ -36,7 +36,7 @@ _PYTHON_CODE = re.compile(r"""[^"'()\[\]{},]*""")
 _UNTAGGED = re.compile(r'(?:<\|\w+\|>)?\s*(?:\[?\s*\{\s*"name"\s*:|\[\s*[\w.-]+\()')
 # More characters than a header, or white space behind a tag, has.
 _MAX_HEADER, _MAX_SPACE = 256, 64
-# A long text is read in pieces of so many characters: what is read of a buffer is copied.
+# Characters that a long text is read by: what is read of a buffer is copied.
 _MAX_PIECE = 512
 _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 

@@ -55,8 +55,8 @@ def of_kinds(text: str, kinds: frozenset[str]) -> str:
 def of_python(text: str, kinds: frozenset[str]) -> str:
     """Return a literal of Python, or of JSON, as JSON; any other text as a string.
 
-    Chat templates that write every value between quotes do not escape it: a string that must be
-    another type is read as that, and one that is not valid in Python as it stands.
+    Some chat templates put every value between quotes and escape nothing: a quoted text is read as
+    another type where the schema has no string, and kept as text where Python cannot parse it.
     """
     bare = _NAMES.get(text.strip(), text.strip())
     found = _parsed(bare) or _python(bare)

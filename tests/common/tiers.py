@@ -40,7 +40,7 @@ def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:
 
 
 def examples(num: int, num_in_release: int) -> settings:
-    """Draw so many examples, always the same: for tests that compile each one, or write files."""
+    """Draw `num` examples, always the same: for tests that compile each one, or write files."""
     is_release = settings.default.max_examples == RELEASE_EXAMPLES
     most = num_in_release if is_release else num
     return settings(max_examples=most, deadline=None, derandomize=True)

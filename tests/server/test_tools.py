@@ -167,7 +167,7 @@ def _whole(text: str, reason: str) -> tuple[str | None, list[str], str]:
 
 
 def _streamed(text: str, reason: str, size: int) -> tuple[str | None, list[str], str]:
-    """Return the same of an answer in pieces of so many characters."""
+    """Return the same of an answer that comes in pieces of `size` characters."""
     answered, content, calls = _reader(), "", list[str]()
     for at in range(0, len(text), size):
         is_last = at + size >= len(text)
