@@ -56,7 +56,8 @@ def of_python(text: str, kinds: frozenset[str]) -> str:
     """Return a literal of Python, or of JSON, as JSON; any other text as a string.
 
     Some chat templates put every value between quotes and escape nothing: a quoted text is read as
-    another type where the schema has no string, and kept as text where Python cannot parse it.
+    another type where the schema has no string, and one that Python cannot parse lacks only its
+    quotes.
     """
     bare = _NAMES.get(text.strip(), text.strip())
     found = _parsed(bare) or _python(bare)
