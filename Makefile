@@ -61,8 +61,11 @@ gpu-check: ## test and time kernels and models on this machine's GPU, with PYTHO
 	@$(PYTHON) -m scripts.gpu_check $(ARGS)
 
 GATE := .venv-gate
+# What `make kernel-gate` does, two at a time; each prints its report when it has ended.
+CHECKS := gate-steps gate-tests gate-mosaic gate-rows
+.PHONY: $(CHECKS)
 # Where llvm-symbolizer is installed, every compilation would wait for it for seconds.
-kernel-gate: export LLVM_DISABLE_SYMBOLIZATION := 1
+kernel-gate $(CHECKS): export LLVM_DISABLE_SYMBOLIZATION := 1
 kernel-gate: ## compile the GPU kernels to machine code and interpret some, without a GPU (needs python3.12)
 	@$(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
 	    echo "kernel-gate: $(GATE_PYTHON) is not there; nothing was compiled (GATE_PYTHON=...)"; \
@@ -71,12 +74,18 @@ kernel-gate: ## compile the GPU kernels to machine code and interpret some, with
 	    echo "kernel-gate: JAX $(GATE_JAX) and its CUDA plug-in cannot be installed here;" \
 	         "nothing was compiled"; \
 	    exit 0; }; \
-	failed=0; \
-	$(GATE)/bin/python -m pytest -q -m "" tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_ffi.py || failed=1; \
-	$(GATE)/bin/python -m scripts.mosaic_gate $(ARGS) || failed=1; \
-	$(GATE)/bin/python -m scripts.row_gate || failed=1; \
-	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS) || failed=1; \
-	exit $$failed
+	echo "kernel-gate: $(CHECKS), two at a time (some minutes)"; \
+	$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target $(CHECKS)
+
+gate-steps:
+	@$(GATE)/bin/python -m scripts.kernel_gate $(ARGS)
+gate-tests:
+	@$(GATE)/bin/python -m pytest -q $(if $(findstring --subset,$(ARGS)),,-m "") \
+	    tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_ffi.py
+gate-mosaic:
+	@$(GATE)/bin/python -m scripts.mosaic_gate $(ARGS)
+gate-rows:
+	@$(GATE)/bin/python -m scripts.row_gate
 
 compile-times: $(GATE)/.installed ## time the compilation of an 8B model for an H100, without a GPU (needs python3.12)
 	@$(GATE)/bin/python -m scripts.compile_times $(ARGS)

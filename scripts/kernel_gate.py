@@ -153,7 +153,7 @@ _LLAMA_3_8B = tuple(
     for kv_dtype in (None, "float8_e4m3fn")
 )
 STEPS_OF_SUBSET = (
-    *(Steps("unrolled", kv_dtype) for kv_dtype in (None, *KV_DTYPES)),
+    Steps("unrolled"),
     _LLAMA_3_8B[0],
     Steps("scanned"),
     Steps("unrolled", quantize="int4"),
@@ -162,6 +162,7 @@ STEPS_OF_SUBSET = (
 STEPS = (
     *STEPS_OF_SUBSET,
     *_LLAMA_3_8B[1:],
+    *(Steps("unrolled", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("unrolled", is_llama_3_8b=True, max_slots=256),
     *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.coverage import Architecture, architectures, check
 
 
+@pytest.mark.release
 def test_architectures_are_those_that_generate():
     """Text models of wrappers are among them; encoders, drafts and parts of others are not."""
     found = {each.kind: each for each in architectures()}

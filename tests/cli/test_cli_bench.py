@@ -104,6 +104,7 @@ def test_ctrl_c_prints_what_was_measured():
     assert "Time to first token (ms)" in done.stdout
 
 
+@pytest.mark.release
 def test_a_runtime_in_this_process_is_measured(token_model, tmp_path):
     """Answers have the drawn lengths; a recorded run is measured again, at its own arrivals."""
     trace = tmp_path / "trace.jsonl"

@@ -28,6 +28,7 @@ def lengths(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.release
 def test_a_simulated_cluster_is_planned_at_once(tmp_path):
     """The frontier, the chosen schedules and their neighbours are printed, and drawn on request."""
     picture = tmp_path / "frontier.png"
@@ -64,6 +65,7 @@ def test_a_cluster_may_be_planned_for_continuous_batching():
     assert_refused(run(f"{asked} --policies static"), "pass some of ('rra', 'waa', 'continuous')")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("bound", some(["--first-token-bound 0.3", "--token-bound 0.03"]))
 def test_neighbours_that_miss_any_bound_are_marked(bound):
     """A neighbour that misses a bound on tokens is marked, and the title names the bound."""

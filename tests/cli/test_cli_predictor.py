@@ -63,6 +63,7 @@ def test_evaluation_repeats_what_training_said(folder):
         assert one["promises"] == other["promises"]
 
 
+@pytest.mark.release
 def test_evaluation_on_other_data(folder):
     """The table has every contender; answers in other data are longer, so miss rates are higher."""
     done = run(f"predictor evaluate {folder}/own {folder}/other.jsonl --quiet")

@@ -55,6 +55,7 @@ def test_the_example_changes_one_file_beside_its_folder():
     assert {Path(block.path).parent.name for block in found[:-1]} == {"soft_cap"}
 
 
+@pytest.mark.release
 def test_the_example_agrees_and_is_lowered(tmp_path: Path):
     """The interpreted kernel agrees with float64, the platform chooses, and GPUs get the kernel."""
     package = package_with("adding_a_kernel.md", tmp_path)

@@ -179,6 +179,7 @@ def _evict_some(engine: Engine, history: tuple[int, ...], rng: random.Random) ->
     engine.evict(history, rng.sample(range(num_pages), num_pages // 2))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(POLICIES))
 def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
     """Tokens are equal under eviction, swaps, drops, cancellations and preemption."""

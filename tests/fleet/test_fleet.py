@@ -379,6 +379,7 @@ def test_bad_options_are_refused_at_once(options, message):
         Fleet("smollm2-135m", **options)
 
 
+@pytest.mark.release
 def test_ray_is_an_extra(monkeypatch):
     """Without Ray a fleet names the package to install; importing jaxserve does not need Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -747,10 +747,17 @@ VARIANTS = {
 }
 
 # `make test` runs every kind of parity test for these, and one kind for the others.
-MAIN = (
-    *("llama", "llama3_rope", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2"),
-    *("gemma3", "gpt2", "opt", "opt_350m", "gptj", "gpt_neox", "mamba2", "bamba"),
-)
+MAIN = (*("llama", "mistral", "qwen3", "mixtral", "gemma3", "gpt2", "opt_350m", "mamba2", "bamba"),)
+
+
+# Second shapes of families, or families that only name another one's parts: `make test-all` has
+# their parity tests.
+FURTHER = {
+    *("internlm3", "arcee", "cwm", "llama3_rope", "linear_rope", "qwen2", "smollm2", "codegen"),
+    *("gpt_bigcode_heads", "stablelm_parallel", "cohere_plus", "falcon_11b", "opt", "gemma"),
+    *("gpt_neox_in_turn", "glm", "gemma4_plain", "olmo", "hunyuan", "deepseek_v2", "granitemoe"),
+    *("qwen3_moe_mixed", "granite_hybrid", "falcon_h1_norm", "nemotron_h", "qwen3_5"),
+}
 
 
 def attention_of(variant: str) -> str:

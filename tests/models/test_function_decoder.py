@@ -105,6 +105,7 @@ def test_greedy_answers_are_those_of_the_function(has_head):
                 _assert_greedy(params, prompt, completion.token_ids)
 
 
+@pytest.mark.release
 def test_logits_of_whole_sequences():
     """Training sees the logits that serving has, with gradients."""
     params, tokens = _params(0), jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -177,6 +178,7 @@ def test_what_else_serves_it(options):
     np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.release
 def test_parameters_have_their_own_dtypes():
     """The dtype of the decoder is that of the cache."""
     decoder = FunctionDecoder(_logits, _params(0), **SIZES, dtype="bfloat16")

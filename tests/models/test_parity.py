@@ -15,6 +15,7 @@ from jaxserve.models.loading import is_bare
 from jaxserve.models.safetensors_source import SafetensorsSource
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import (
+    FURTHER,
     MAIN,
     VARIANTS,
     VOCAB_SIZE,
@@ -30,7 +31,10 @@ def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=some(VARIANTS, *(i for i, name in enumerate(VARIANTS) if name not in FURTHER)),
+)
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, folder)

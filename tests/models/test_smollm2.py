@@ -64,6 +64,7 @@ def loaded(smollm2_path):
     return loaded
 
 
+@pytest.mark.release
 def test_logits_equal_pytorch(loaded, reference):
     """Logits of a prompt agree to 1e-4."""
     server = Server(loaded.graphdef, loaded.params, loaded.config, "scanned")
@@ -73,6 +74,7 @@ def test_logits_equal_pytorch(loaded, reference):
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kv_dtype", some(KV_DTYPES))
 def test_eight_bits_of_keys_and_values_are_close(loaded, reference, kv_dtype):
     """The distribution of every next token of a text is nearly PyTorch's."""

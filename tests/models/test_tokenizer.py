@@ -128,6 +128,7 @@ def test_smollm2_chat_template(smollm2):
     )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("parse_special", [True, False])
 def test_other_threads_run_while_a_long_text_is_encoded(smollm2, parse_special):
     """The longest pause of another thread is a part of the time that 1 MB takes."""

@@ -117,7 +117,7 @@ def test_random_ragged_batches(attention, seed):
     _check(attention, make_inputs(shape, seed, padding=3), **_options(name, shape))
 
 
-@pytest.mark.parametrize("sink", [-1e9, -200.0, 200.0, 1e9])
+@pytest.mark.parametrize("sink", some([-1e9, -200.0, 200.0, 1e9], 0, 3))
 def test_sinks_may_be_far_from_the_logits(attention, sink):
     """A low sink changes nothing, and a high one leaves zeros; neither overflows."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)

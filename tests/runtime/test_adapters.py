@@ -297,6 +297,7 @@ def test_answers_from_the_prefix_cache_are_the_same():
             assert rt.stats().num_prefix_hit > before
 
 
+@pytest.mark.release
 def test_a_disk_gives_back_pages_of_the_same_adapter_alone(tmp_path):
     """A later run finds the pages of an adapter with the same contents, whatever its name."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "200kB"}

@@ -149,6 +149,7 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert _talk(rt) == expected[0]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("kv_dtype", "mesh"), some([(None, None), ("int8", None), ("int8", STAGES)])
 )

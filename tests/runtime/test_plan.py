@@ -107,6 +107,7 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(
     measured: tuple[list, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -151,6 +151,7 @@ def test_a_bound_needs_a_policy_that_keeps_it():
             Runtime(tiny_llama(), policy="exegpt", **given, **OPTIONS)
 
 
+@pytest.mark.release
 def test_the_preset_keeps_bounds_on_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch):
     """Bounds of each kind are options of the runtime, too."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))

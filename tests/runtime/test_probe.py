@@ -70,6 +70,7 @@ def expected():
         return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(WRONG))
 def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     """Readings are short, long, undecided or NaN; nothing compiles after a warm-up."""

@@ -131,6 +131,7 @@ def _check_distribution(speculating: Runtime, at_once: int = 400) -> None:
     assert ((found - expected) ** 2 / expected).sum() < 37.7
 
 
+@pytest.mark.release
 def test_drawn_answers_have_the_distribution_of_the_model(speculating):
     _check_distribution(speculating)
 

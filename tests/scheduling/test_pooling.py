@@ -54,6 +54,7 @@ def test_pooled_states_are_those_of_the_request_alone(seeds, policy, pooling):
     assert num_preempted > 0 or policy is not SWAPPED
 
 
+@pytest.mark.release
 @seeds(40)
 @pytest.mark.parametrize("pooling", some(["mean", "last"]))
 def test_other_weights_and_pools_begin_again(seeds, pooling):

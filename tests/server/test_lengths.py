@@ -32,7 +32,7 @@ def _comments(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[2:]) for line in text.splitlines() if line.startswith(": {")]
 
 
-@pytest.mark.parametrize("name", some(ASKED, 0, 4))
+@pytest.mark.parametrize("name", some(ASKED))
 def test_streams_say_how_long_they_will_be(url: str, name: str):
     """The first comment is the prediction; later ones are narrower. All say when the end comes."""
     path = "/v1/chat/completions" if name == "turn" else name
@@ -61,7 +61,7 @@ def test_streams_say_how_long_they_will_be(url: str, name: str):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name", some(ASKED, 0, 4))
+@pytest.mark.parametrize("name", some(ASKED))
 def test_whole_answers_have_the_prediction(url: str, name: str):
     """`predicted_tokens` is the mean, or the limit of the answer if that is less."""
     path = "/v1/chat/completions" if name == "turn" else name

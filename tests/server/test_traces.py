@@ -125,6 +125,7 @@ def test_a_span_names_the_adapter(conversation: dict[str, Any]):
     assert span.attributes["gen_ai.response.model"] == "poems"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("conversation", "error"),
     some([({}, "request_timeout"), ({"conversation_id": "late"}, "TurnTimeoutError")]),

@@ -311,6 +311,7 @@ threading.Thread(target=load).start()
 """
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 def test_an_entry_that_is_loaded_while_its_process_ends_stays(tmp_path):
     """Then no thread begins that would register its kernel; a later start finds the entry."""

@@ -10,6 +10,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.steps import proposals, slots
@@ -104,6 +105,7 @@ def test_answers_of_other_requests_are_looked_up_behind_own_tokens():
     assert _proposed(state, 2) == [8, 9]
 
 
+@pytest.mark.release
 def test_the_oldest_answers_make_way_for_the_newest():
     answers = Answers.empty(CONTEXT)
     answers = replace(answers, tokens=answers.tokens[:100])
@@ -119,6 +121,7 @@ def test_the_oldest_answers_make_way_for_the_newest():
     assert found[0].tolist() == [1992, 1993, 1994, 1995, 1996] and available.tolist() == [NUM]
 
 
+@pytest.mark.release
 def test_rows_share_the_proposals_by_their_chances():
     """Those of a row that was right before come first, and none pass a row's room."""
     state = _with(slots.empty_slots(CONFIG), {0: [1, 2, 3, 1, 2], 1: [4, 5, 6, 4, 5], 2: [7, 8]})
@@ -156,6 +159,7 @@ def test_a_new_slot_expects_what_others_have_seen():
     np.testing.assert_allclose(hits + misses, 2.0, rtol=1e-6)
 
 
+@pytest.mark.release
 def test_no_token_follows_the_end():
     """Of proposals that are all right, those behind a sequence's last token are not appended."""
     text, num_left = [5, 6, 7], 2

@@ -92,6 +92,7 @@ def test_policies_are_checked_without_jax():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.release
 def test_the_documentation_runs():
     """Each program of the page runs by itself, as printed."""
     text = (ROOT / "docs" / "testing.md").read_text()

@@ -35,6 +35,7 @@ from tests.common.tiers import some
 SIZES = LayerSizes(max_tokens=4, max_batch=2, max_length=8, page_size=4)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("kv_dtype", "quantize"), some([("int8", None), (None, None), (None, "int8")])
 )
@@ -88,6 +89,7 @@ def test_tiny_layers_of_an_encoder_decoder_are_measured():
     assert choice.estimates.throughput > 0
 
 
+@pytest.mark.release
 def test_the_shape_of_an_encoder_decoder():
     """Parameters of encoder and decoder layers, of cross attention's projections, and layers."""
     config = replace(tiny_t5().config, num_encoder_layers=3)

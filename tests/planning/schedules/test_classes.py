@@ -208,6 +208,7 @@ def test_bounds_of_every_kind_hold_beside_bulk(kind: str, family: str):
     assert bulk_per_s >= 0.3 * most_per_s
 
 
+@pytest.mark.release
 def test_a_class_that_appears_is_adapted_to():
     """A plan without classes: after the first tight answers the schedule is for their bound."""
     traffic = _Traffic(4, 1.6, 1.0)
@@ -223,6 +224,7 @@ def test_a_class_that_appears_is_adapted_to():
     assert _in_time(served[len(served) // 3 :], 1.6) >= 0.98
 
 
+@pytest.mark.release
 def test_a_bound_that_nothing_keeps_is_left_out(caplog: pytest.LogCaptureFixture):
     """One request asked for it: the plan is the one for all others, and a warning names it."""
     traffic = _Traffic(4, 1.6, 1.0)

@@ -121,6 +121,7 @@ def test_the_division_that_serves_the_most_is_chosen():
     assert moved > 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("lengths", [LONG_ANSWERS, LONG_PROMPTS], ids=["answers", "prompts"])
 def test_the_discrete_simulation_agrees(lengths: list[tuple[int, int]]):
     """The real scheduler serves more on the chosen division than on the one before."""

@@ -144,6 +144,7 @@ def _tokens_per_s(pairs: list[tuple[int, int]], timings: list[Timing]) -> float:
     return float(shares @ np.array([o for _, o in pairs])) / (ends[400] - ends[100])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("size", some(SMALL.slot_buckets, 1))
 def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
     """Under its p99 with the margin of plans, and a twentieth more, a plan is found.
@@ -182,6 +183,7 @@ def test_batches_that_run_until_all_have_ended_are_compared(name: str):
         assert plan.keeps_bounds and plan.answers_per_s >= 0.97 * max(kept), (bound_s, plan.name)
 
 
+@pytest.mark.release
 def test_the_same_answers_whenever_they_are_asked_for():
     """A second search simulates nothing; figures say what they are estimated by."""
     planner, lengths = PLANNERS["uniform"]
@@ -229,6 +231,7 @@ def test_memory_limits_the_sequences_that_run():
         )
 
 
+@pytest.mark.release
 def test_answers_without_room_are_planned_as_cut():
     """Prompts fill the context, so all answers have one token; the plan is for these."""
     plan = _planner(SMALL).plan(lengths_of([(600, 50)]), LatencyBounds(), num_lengths=1)

@@ -89,6 +89,7 @@ def lowest() -> float:
     return lowest_s(planner_of(player), EVEN)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("share", some([1.1, 1.5, 3.0, math.inf]))
 def test_an_engine_is_planned_by_few_simulated_steps(lowest: float, share: float):
     """32 slots and nothing simulated before: few steps, from a tight bound to none.

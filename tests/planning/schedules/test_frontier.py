@@ -72,6 +72,7 @@ def test_every_point_is_the_best_of_its_bound(seed):
         schedules.best(below)
 
 
+@pytest.mark.release
 def test_asked_bounds_are_points_and_the_largest_gap_is_halved():
     """A bound that is asked for is searched; more bounds leave less area where nothing is known."""
     deployment, lengths = _roomy()

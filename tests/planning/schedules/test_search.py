@@ -57,6 +57,7 @@ def _cases(num: int, seed: int) -> Iterator[tuple[Sequence[Timeline], LatencyBou
         yield timelines, _bounds(timelines, rng)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("seed", some(range(8)))
 def test_the_search_finds_the_best_of_all_configurations(seed: int):
     """400 random models, clusters, costs, tasks and bounds in all, monotone or not."""
@@ -205,6 +206,7 @@ def test_bounds_are_above_zero(bound: dict[str, float]):
         LatencyBounds(**bound)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("task", some(["C2", "S"]))
 def test_the_largest_model_is_planned_within_a_second(task: str):
     """GPT-3 341B on 48 A40, four bounds: under 1 % of the points, a second of CPU time each."""
