@@ -17,6 +17,21 @@ from tqdm.asyncio import tqdm_asyncio
 
 from jaxserve.core.errors import DownloadError, UnknownModelError
 
+# A folder with a tokenizer has at least one of these files. Those after the third are of folders
+# without a tokenizer.json: the names that transformers knows.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tekken.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+)
 # Files that a folder may need. Other forms of the same weights, and subfolders, are left out.
 _FOLDER_FILES = (
     "config.json",
@@ -26,10 +41,9 @@ _FOLDER_FILES = (
     "adapter_model.safetensors",
     "model*.safetensors",
     "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tekken.json",
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",

@@ -23,6 +23,7 @@ from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.hub import TOKENIZER_FILES
 from jaxserve.models.kept_weights import KeptBlocks, KeptMatrices
 from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
@@ -46,7 +47,7 @@ from jaxserve.models.quantised_folders.matrix import Method
 from jaxserve.models.registry import config_json, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tokenizer_files import TOKENIZER_FILES, declared_end_ids
+from jaxserve.models.tokenizer_files import declared_end_ids
 from jaxserve.models.weights import WeightSource
 from jaxserve.sharding import DeviceGroups, StagePlan, placed, state_shardings
 

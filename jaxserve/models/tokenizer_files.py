@@ -314,11 +314,6 @@ def surround(bos: int | None, eos: int | None, tokens: list[str]) -> Any:
 _PIPELINE_FILE, _TEKKEN_FILE = "tokenizer.json", "tekken.json"
 _SETTINGS_FILE = "tokenizer_config.json"
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# A folder with a tokenizer has at least one of these files.
-TOKENIZER_FILES = (
-    *(_PIPELINE_FILE, _TEKKEN_FILE, *_SENTENCEPIECE_FILES),
-    *("vocab.json", _SETTINGS_FILE),
-)
 _TEKKEN_NAMES = {
     "bos_token": "<s>",
     "eos_token": "</s>",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from jaxserve.core.errors import UnknownModelError
 from jaxserve.models.hub import HubModel
@@ -68,6 +70,18 @@ def test_a_folder_of_that_name_counts(tmp_path: Path, monkeypatch: pytest.Monkey
         at_revision("a/b@v1", "v2")
 
 
+# A tokenizer without tokenizer.json, as GPT-2 has it: the bytes, "ab", and an added token.
+_VOCABULARY = [*sorted(ByteLevel.alphabet()), "ab"]
+_OBJECTS = {
+    "config.json": {"model_type": "gpt2"},
+    "vocab.json": {token: i for i, token in enumerate(_VOCABULARY)},
+    "added_tokens.json": {"<end>": len(_VOCABULARY)},
+    "special_tokens_map.json": {name: "<end>" for name in ("bos_token", "eos_token", "unk_token")},
+}
+SLOW = {name: json.dumps(given).encode() for name, given in _OBJECTS.items()}
+SLOW["merges.txt"] = b"#version: 0.2\na b\n"
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> HubServer:
     """A repository with a model in several formats, one with GGUF files, and a gated one."""
@@ -78,7 +92,8 @@ def hub(tmp_path: Path) -> HubServer:
     tiny |= {name: name.encode() * 1000 for name in ("model.safetensors", "pytorch_model.bin")}
     tiny |= {name: b"?" for name in ("README.md", "onnx/model.onnx", "consolidated.safetensors")}
     files = {f"m-{kind}.gguf": kind.encode() for kind in ("Q4_K_M", "q8_0", "Q4_K_S")}
-    return HubServer({"org/tiny": tiny, "org/files": files, "org/gated": tiny}, ("org/gated",))
+    repos = {"org/tiny": tiny, "org/files": files, "org/gated": tiny, "org/slow": SLOW}
+    return HubServer(repos, ("org/gated",))
 
 
 def _run(hub: HubServer, home: Path, *arguments: str, **variables: str) -> str:
@@ -104,9 +119,10 @@ def test_what_is_needed_is_downloaded_once(hub: HubServer, tmp_path: Path):
     names = ("org/tiny", "org/files:Q4_K_M", "org/files@v1:m-q8_0.gguf", "org/gated", "org/none")
     odd = ("org/files", "org/files:Q5_0", "org/tiny@old")
     with serving(hub):
-        pulled = _run(hub, home, "-c", PROGRAM, *names, *odd).splitlines()
+        pulled = _run(hub, home, "-c", PROGRAM, *names, *odd, "org/slow").splitlines()
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-        assert set(hub.files_read()) == wanted | {"m-Q4_K_M.gguf", "m-q8_0.gguf"}
+        files = {*wanted, "m-Q4_K_M.gguf", "m-q8_0.gguf", *SLOW}
+        assert set(hub.files_read()) == files
         assert {path.name for path in Path(pulled[0]).iterdir()} == wanted
         assert Path(pulled[1]).read_bytes() == b"Q4_K_M"
         assert Path(pulled[2]).read_bytes() == b"q8_0"
@@ -115,6 +131,7 @@ def test_what_is_needed_is_downloaded_once(hub: HubServer, tmp_path: Path):
         assert "org/files has no config.json; pass" in pulled[5]
         assert "org/files has no GGUF file that ends in 'Q5_0'" in pulled[6]
         assert "org/tiny has no revision 'old'; pass a branch" in pulled[7]
+        assert {path.name for path in Path(pulled[8]).iterdir()} == set(SLOW)
         token = _run(hub, home, "-c", PROGRAM, "org/gated", HF_TOKEN="hf_x")
         assert Path(token).is_dir()
         assert hub.requests[-1][2] == "Bearer hf_x"
@@ -141,6 +158,19 @@ def test_an_interrupted_download_goes_on(hub: HubServer, tmp_path: Path):
         os.truncate(blob.with_name(f"{blob.name}.incomplete"), 500)
         _run(hub, home, "-c", PROGRAM, "org/tiny")
         assert weights.read_bytes() == content
+
+
+@pytest.mark.release
+def test_a_tokenizer_of_several_files_is_downloaded(hub: HubServer, tmp_path: Path):
+    """Without a tokenizer.json, what transformers converts is there: vocabulary, merges, tokens."""
+    program = (
+        "from jaxserve.models.tokenizer import Tokenizer\n"
+        "read = Tokenizer.of_model('org/slow')\n"
+        "print(read.encode('ab<end>'), read.eos_token_ids)"
+    )
+    with serving(hub):
+        assert _run(hub, tmp_path / "home", "-c", program) == "[256, 257] (257,)"
+    assert set(hub.files_read()) == set(SLOW)
 
 
 @pytest.mark.release
