@@ -71,7 +71,7 @@ def kept(tab: Any) -> list[dict[str, Any]]:
 
 
 def answer_with(
-    tab: Any, *pieces: str | dict[str, str], finish: str = "stop"
+    tab: Any, *pieces: str | dict[str, Any], finish: str = "stop"
 ) -> list[dict[str, Any]]:
     """Have each chat answered with these pieces; return the requests, as they will have come.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.server.browser import answer_with, expecting, kept, say
+from tests.server.browser import answer_with, configure, expecting, kept, say, texts
 
 # In a browser: `make page-test` runs them, too.
 pytestmark = pytest.mark.release
@@ -16,9 +17,16 @@ def _thought(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _show(tab: Any, url: str, *pieces: str | dict[str, str]) -> Any:
+def _call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    """Return what adds to a call; its name begins it."""
+    begun = {} if name is None else {"id": f"call_{index}", "type": "function"}
+    function = {"arguments": arguments} | ({} if name is None else {"name": name})
+    return {"tool_calls": [{"index": index, **begun, "function": function}]}
+
+
+def _show(tab: Any, url: str, *pieces: str | dict[str, Any], finish: str = "stop") -> Any:
     """Open the page, have a message answered with this text, and return the answer's element."""
-    answer_with(tab, *pieces)
+    answer_with(tab, *pieces, finish=finish)
     tab.goto(url + "/")
     say(tab, "a")
     expecting(tab, ".figures").to_contain_text("tokens")
@@ -151,6 +159,61 @@ def test_cut_off_thinking_is_folded(url: str, tab: Any):
     tab.click("[aria-label='Regenerate answer']")
     expecting(tab, "article.assistant .text").to_have_text("plain")
     expecting(tab, "article details").to_be_hidden()
+
+
+def test_calls_of_tools_are_folded(url: str, tab: Any):
+    """Calls show their names, folded over their arguments; what is written then is the results."""
+    given = '{"city": "<b>```\\n"}'
+    calls = [_call(0, "", "weather"), _call(0, given[:9]), _call(0, given[9:]), _call(1, "", "now")]
+    shown = _show(tab, url, *calls, finish="tool_calls")
+    expecting(tab, "details:visible summary").to_have_text(["Calls weather", "Calls now"])
+    assert tab.inner_text("#announced") == "Calls weather, Calls now"
+    assert shown.locator("pre:visible").count() == 0
+    tab.click("text=Calls weather")
+    assert json.loads(shown.locator("pre:visible").inner_text()) == json.loads(given)
+    assert shown.locator("b").count() == 0
+    (conversation,) = kept(tab)
+    assert conversation["messages"][1]["calls"] == [
+        {"id": "call_0", "name": "weather", "arguments": given},
+        {"id": "call_1", "name": "now", "arguments": ""},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    configure(tab, tools=json.dumps(tools))
+    asked = answer_with(tab, "it rains")
+    expecting(tab, "#said").to_have_attribute("placeholder", "Result of weather")
+    say(tab, "rain")
+    expecting(tab, "#said").to_have_attribute("placeholder", "Result of now")
+    assert asked == []
+    say(tab, "noon")
+    expecting(tab, "article.assistant .text >> nth=1").to_have_text("it rains")
+    assert texts(tab) == ["a", "", "rain", "noon", "it rains"]
+    assert asked[0]["tools"] == tools
+    answered, *results = asked[0]["messages"][1:]
+    assert [(each["id"], each["function"]) for each in answered["tool_calls"]] == [
+        ("call_0", {"name": "weather", "arguments": given}),
+        ("call_1", {"name": "now", "arguments": ""}),
+    ]
+    assert results == [
+        {"role": "tool", "content": "rain", "tool_call_id": "call_0"},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+    ]
+
+
+def test_cut_off_calls_are_shown_and_not_sent(url: str, tab: Any):
+    """Arguments that end too early are shown as they are; the model does not get them back."""
+    shown = _show(tab, url, "well", _call(0, '{"city": ', "weather"), finish="length")
+    tab.click("text=Calls weather")
+    assert shown.locator("details pre").inner_text() == '{"city": '
+    expecting(tab, "#said").to_have_attribute("placeholder", "Message")
+    asked = answer_with(tab, "b")
+    say(tab, "and?")
+    expecting(tab, "article.assistant .text >> nth=1").to_have_text("b")
+    assert asked[0]["messages"][1] == {"role": "assistant", "content": "well"}
+    tab.click("#configure")
+    tab.fill("#tools", "[{")
+    tab.click("#settings button")
+    problem = "document.getElementById('tools').validationMessage"
+    assert tab.evaluate(problem).startswith("the tools in Settings are not JSON: ")
 
 
 # Returns the contrast of each text of the page with what is behind it (WCAG 2.2, section 1.4.3).

@@ -3,7 +3,8 @@
 // The messages of a conversation are a tree: an edited message, or another answer, is a sibling of
 // the one before it. `leaf` is the last message of the branch that is shown. A message has the index
 // of the one before it as its `parent` (-1 for the first), `role`, `content`, and what `figures`,
-// `error` and `stopped` say of an answer.
+// `error` and `stopped` say of an answer. An answer may have `calls` of tools (`id`, `name` and
+// `arguments`), and a message of the role "tool" is the result of its `call`.
 
 const PREFIX = "jaxserve.conversation.";
 const conversations = new Map(); // by id
@@ -79,15 +80,38 @@ export function choose(conversation, index) {
   }
 }
 
+// Returns the calls of a message, if they are whole.
+function calls(message) {
+  return message?.finish === "tool_calls" ? message.calls : undefined;
+}
+
+// Returns the calls of the last shown answer that have no result yet.
+export function unanswered(conversation) {
+  const all = path(conversation).map((i) => conversation.messages[i]);
+  const last = all.findLastIndex(({role}) => role === "assistant");
+  const results = new Set(all.slice(last + 1).map(({call}) => call?.id));
+  return (calls(all[last]) ?? []).filter(({id}) => !results.has(id));
+}
+
 // Returns what the model reads for the answer after a message. A message whose answer has not begun
 // is left out, because chat templates want the roles in turns.
 export function prompt(conversation, leaf) {
   const all = path(conversation, leaf).map((i) => conversation.messages[i]);
-  const answered = all.filter((each, i) => each.content && (i === all.length - 1 || all[i + 1].content));
+  const isSaid = (each) => each.content || calls(each);
+  const answered = all.filter((each, i) => (
+    isSaid(each) && (each.role === "tool" || i === all.length - 1 || isSaid(all[i + 1]))
+  ));
   const system = conversation.system ? [{role: "system", content: conversation.system}] : [];
-  const sent = ({role, content, reasoning}) => (
-    {role, content, ...(reasoning && {reasoning_content: reasoning})}
+  const sentCall = ({id, name, arguments: given}) => (
+    {id, type: "function", function: {name, arguments: given}}
   );
+  const sent = (message) => ({
+    role: message.role,
+    content: message.content,
+    ...(message.reasoning && {reasoning_content: message.reasoning}),
+    ...(calls(message) && {tool_calls: calls(message).map(sentCall)}),
+    ...(message.call && {tool_call_id: message.call.id}),
+  });
   return [...system, ...answered.map(sent)];
 }
 

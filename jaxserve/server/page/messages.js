@@ -102,6 +102,27 @@ function told({figures, stopped, error, finish}) {
   return parts.join(" · ");
 }
 
+// Returns the calls of tools in an answer, each folded like thinking; `update` shows more of them.
+function callsView() {
+  const made = element("div", undefined, "calls");
+  made.update = (calls = []) => calls.forEach(({name, arguments: given}, i) => {
+    if (!made.children[i]) {
+      const call = element("details", undefined, "thinking");
+      call.append(element("summary", `Calls ${name}`), element("div"));
+      made.append(call);
+    }
+    const shown = document.createDocumentFragment();
+    try {
+      const whole = JSON.stringify(JSON.parse(given || "{}"), null, 2);
+      shown.append(formatted("```json\n" + whole + "\n```"));
+    } catch { // not whole yet
+      shown.append(element("pre", given));
+    }
+    replaceChanged(made.children[i].lastChild, shown);
+  });
+  return made;
+}
+
 // Returns the element of a message, with buttons below it; the `update` of an answer shows what it
 // is by then.
 export function messageView(message, actions) {
@@ -109,19 +130,21 @@ export function messageView(message, actions) {
   view.setAttribute("aria-label", message.role);
   const text = element("div", undefined, "text");
   if (message.role !== "assistant") {
+    if (message.call) view.append(element("p", `Result of ${message.call.name}`));
     text.textContent = message.content;
     view.append(text);
   } else {
     const thoughts = element("details", undefined, "thinking");
     const summary = element("summary"), thinking = element("div");
-    const figures = element("p", undefined, "figures");
+    const calls = callsView(), figures = element("p", undefined, "figures");
     thoughts.append(summary, thinking);
-    view.append(thoughts, text, figures);
+    view.append(thoughts, text, calls, figures);
     view.update = () => {
       thoughts.hidden = !message.reasoning;
-      summary.textContent = message.content ? "Thoughts" : "Thinking …";
+      summary.textContent = message.content || message.calls ? "Thoughts" : "Thinking …";
       replaceChanged(thinking, formatted(message.reasoning ?? ""));
       replaceChanged(text, formatted(message.content));
+      calls.update(message.calls);
       figures.textContent = told(message);
       figures.classList.toggle("error", Boolean(message.error));
     };

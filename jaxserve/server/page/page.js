@@ -57,6 +57,8 @@ function showState() {
   $("send").hidden = isBusy;
   $("stop").hidden = !isBusy;
   for (const each of document.querySelectorAll(".actions .change")) each.disabled = isBusy;
+  const [call] = shown ? conversations.unanswered(shown) : [];
+  $("said").placeholder = $("said").ariaLabel = call ? `Result of ${call.name}` : "Message";
   for (const [index, view] of views) {
     view.classList.toggle("busy", isBusy && shown.messages[index] === answering.get(shown.id).kept);
   }
@@ -84,9 +86,9 @@ function actions(index) {
     found.push(element("span", `${at + 1}/${others.length}`));
     change("›", "Version after", go((at + 1) % others.length));
   }
-  if (message.role === "user") {
+  if (message.role !== "assistant") {
     change("Edit", "Edit message", () => edit(views.get(index), message.content, (content) => {
-      answer(conversation, conversations.add(conversation, message.parent, {role: "user", content}));
+      followUp(conversation, message.parent, {...message, content});
     }));
   } else {
     change("Regenerate", "Regenerate answer", () => answer(conversation, message.parent));
@@ -148,12 +150,21 @@ async function* events(body, signal) {
   }
 }
 
+function tools() {
+  const text = $("tools").value.trim();
+  try {
+    return text ? JSON.parse(text) : null;
+  } catch (error) {
+    throw new Error(`the tools in Settings are not JSON: ${error.message}`);
+  }
+}
+
 function requestOf(conversation, parent) {
   const number = (id) => $(id).value === "" ? null : Number($(id).value);
   return {
     messages: conversations.prompt(conversation, parent), model: $("model").value || null,
     temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"),
-    stream: true, return_token_ids: true, // so that tokens are counted as they come
+    tools: tools(), stream: true, return_token_ids: true, // so that tokens are counted as they come
   };
 }
 
@@ -190,6 +201,11 @@ async function answer(conversation, parent) {
       kept.content += choice.delta.content ?? "";
       const thought = choice.delta.reasoning_content;
       if (thought) kept.reasoning = (kept.reasoning ?? "") + thought;
+      for (const {index: place, id, function: {name, arguments: more}} of choice.delta.tool_calls ?? []) {
+        kept.calls ??= [];
+        kept.calls[place] ??= {id, name, arguments: ""};
+        kept.calls[place].arguments += more;
+      }
       if (choice.finish_reason) kept.finish = choice.finish_reason;
       const num = choice.token_ids?.length ?? 0, now = performance.now();
       if (num && !kept.figures) {
@@ -212,10 +228,22 @@ async function answer(conversation, parent) {
     paint();
     if (conversation === shown) {
       const text = views.get(index)?.querySelector(".text").textContent;
-      $("announced").textContent = kept.error ?? (kept.stopped ? "stopped" : text);
+      const calls = (kept.calls ?? []).map(({name}) => `Calls ${name}`).join(", ");
+      $("announced").textContent = kept.error ?? (kept.stopped ? "stopped" : text || calls);
     }
     showState();
   }
+}
+
+// Adds a message, and has it answered once all calls before it have results.
+function followUp(conversation, parent, message) {
+  const index = conversations.add(conversation, parent, message);
+  if (conversations.unanswered(conversation).length === 0) {
+    answer(conversation, index);
+    return;
+  }
+  save(conversation);
+  showMessages();
 }
 
 function send() {
@@ -230,12 +258,14 @@ function send() {
   $("said").focus(); // the button for it is hidden while the answer comes
   shown = conversation;
   location.hash = "#/c/" + conversation.id;
-  answer(conversation, conversations.add(conversation, conversation.leaf, {role: "user", content}));
+  const [call] = conversations.unanswered(conversation);
+  const message = call ? {role: "tool", content, call} : {role: "user", content};
+  followUp(conversation, conversation.leaf, message);
 }
 
 // ---- settings ----
 
-const SETTINGS = ["system", "temperature", "top_p", "max_tokens"];
+const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "tools"];
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
 function loadSettings() {
@@ -301,6 +331,15 @@ $("watch").addEventListener("click", () => {
   $("watch").setAttribute("aria-expanded", String(!$("engine").hidden));
 });
 $("configure").addEventListener("click", () => $("settings").showModal());
+$("tools").addEventListener("input", () => {
+  let problem = "";
+  try {
+    tools();
+  } catch (error) {
+    problem = error.message;
+  }
+  $("tools").setCustomValidity(problem);
+});
 $("theme").addEventListener("click", switchTheme);
 systemIsDark.addEventListener("change", showTheme);
 $("key").value = sessionStorage.getItem("key") ?? "";
