@@ -30,6 +30,7 @@ GEMMA4         the same between other tags, text in <|"|>                     Ge
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,11 +116,18 @@ class ToolFormat:
     opening: str = ""  # of the list that the calls are in
     closing: str = ""
     other_begins: tuple[str, ...] = ()  # that models write as well; a call may follow within one
+    id_length: int = 0  # letters and digits of an id, if templates take no other ids
 
     @property
     def begins(self) -> tuple[str, ...]:
         """What calls begin with, without white space around it."""
         return tuple(filter(None, (self.begin.strip(), *self.other_begins)))
+
+    def id_of(self, given: str) -> str:
+        """Return an id as templates take it: the given one, or one that is made from it."""
+        if not self.id_length or (len(given) == self.id_length and given.isalnum()):
+            return given
+        return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[: self.id_length]
 
 
 HERMES = ToolFormat(JsonCall(), "<tool_call>\n", "\n</tool_call>", between=None, separator="\n")
@@ -133,7 +141,14 @@ LIST = ToolFormat(
     closing="]",
 )
 MISTRAL = ToolFormat(
-    JsonCall(), "[TOOL_CALLS]", "", between=", ", separator=None, opening="[", closing="]"
+    JsonCall(),
+    "[TOOL_CALLS]",
+    "",
+    between=", ",
+    separator=None,
+    opening="[",
+    closing="]",
+    id_length=9,
 )
 MISTRAL_ARGS = ToolFormat(
     NamedCall("", "[ARGS]", "", JsonArguments(), mark="[ARGS]"),
@@ -141,6 +156,7 @@ MISTRAL_ARGS = ToolFormat(
     "",
     between=None,
     separator="",
+    id_length=9,
 )
 LLAMA3 = ToolFormat(
     JsonCall("parameters"),
@@ -253,6 +269,8 @@ HARMONY = ToolFormat(
     separator=None,
     other_begins=(
         "<|start|>assistant<|channel|>commentary to=functions.",
+        "<|channel|>analysis to=functions.",
+        "<|start|>assistant<|channel|>analysis to=functions.",
         "<|start|>assistant to=functions.",
         "to=functions.",
     ),
@@ -330,6 +348,23 @@ def with_instruction(
         first = f"{said[0]['content']}\n\n{instruction}"
         return [{**said[0], "content": first}, *said[1:]]
     return [{"role": "system", "content": instruction}, *said]
+
+
+def with_ids(form: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls and results have ids that the templates of a format take."""
+    if not form.id_length:
+        return [dict(message) for message in messages]
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if isinstance(message.get("tool_call_id"), str):
+            changed["tool_call_id"] = form.id_of(message["tool_call_id"])
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [
+                {**call, "id": form.id_of(call["id"])} for call in message["tool_calls"]
+            ]
+        found.append(changed)
+    return found
 
 
 def with_calls_as_text(

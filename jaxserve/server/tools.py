@@ -135,7 +135,7 @@ class Tools:
         If the chat template writes no calls, they and their results become text.
         """
         if self._writes_calls:
-            return self._as_read(messages)
+            return self._as_read(tool_calls.with_ids(self._form, messages))
         return tool_calls.with_calls_as_text(self._form, _with_objects(messages))
 
     @property
@@ -154,7 +154,7 @@ class Tools:
         functions = [tool["function"] for tool in self._tools]
         parameters = {each["name"]: parameters_of(each) for each in functions}
         reader = CallReader(self._form, parameters) if self.is_given else None
-        return Answered(reader, self._schemas, self._max_calls, self._answer)
+        return Answered(reader, self._schemas, self._max_calls, self._answer, self._form.id_of)
 
 
 def _check(given: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
@@ -243,6 +243,7 @@ class Answered:
     _schemas: Mapping[str, AnswerSchema]
     _max_calls: int | None = None
     _answer: AnswerSchema | None = None
+    _id_of: Callable[[str], str] = str  # returns an id as the model's template takes it
     num_calls: int = 0
     _num_dropped: int = 0
     _calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each
@@ -338,5 +339,5 @@ class Answered:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         self._calls.append([call.name, ""])
         function = AddedFunction(name=call.name, arguments="")
-        id = call.id or f"call_{uuid.uuid4().hex[:24]}"
+        id = call.id or self._id_of(f"call_{uuid.uuid4().hex[:24]}")
         return AddedCall(index=index, id=id, type="function", function=function)

@@ -103,6 +103,18 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (MISTRAL, f"\n[TOOL_CALLS] [{NOW}] \nso", [B, " \nso"]),
     (MISTRAL, '[TOOL_CALLS] [{"a": oops}] [', ['[TOOL_CALLS] [{"a": oops}] [']),
     (LLAMA3, '\n{"name": "now", "parameters": {}} so', [B, " so"]),
+    # gpt-oss also calls on the channel of its thinking; openai-harmony 0.0.8 reads both.
+    (HARMONY, "<|channel|>analysis to=functions.now code<|message|>{}<|call|>", [B]),
+    (
+        HARMONY,
+        "<|start|>assistant<|channel|>analysis to=functions.now<|constrain|>json<|message|>{}",
+        [B],
+    ),
+    (
+        MISTRAL_ARGS,
+        "So[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}[TOOL_CALLS]now[ARGS]{}",
+        ["So", B, B],
+    ),
     # An end tag is missing, as vLLM 0.32's Hermes parser allows, or stands in a string.
     (HERMES, f"<tool_call>{NOW}", [B]),
     (HERMES, f"So <tool_call>{NOW}\n ", ["So", B]),

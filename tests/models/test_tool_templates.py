@@ -72,7 +72,7 @@ _CALLS = st.lists(
 
 def _written(template: str, content: str, calls: Sequence[tuple[str, Any]]) -> str:
     made = [
-        {"id": f"id{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": f"functions.{name}:{i}", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
     answer = {"role": "assistant", "content": content, "tool_calls": made}

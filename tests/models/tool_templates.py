@@ -100,13 +100,13 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
     ),
     (
         "Ministral 3, Devstral 2",
-        "mistral-common 1.8, tekken v13",
+        "mistral-common 1.11.7 tests/data/chat_templates/v13.jinja",
         tool_calls.MISTRAL_ARGS,
         _template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
     ),
     (
         "Mistral Small 3.2",
-        "mistral-common 1.8, tekken v11",
+        "mistral-common 1.11.7 tests/data/chat_templates/v11.jinja",
         tool_calls.MISTRAL_ARGS,
         _template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"),
     ),
@@ -132,7 +132,7 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
     ),
     (
         "Granite 3",
-        "vllm 037ed06 vllm/tool_parsers/granite_tool_parser.py",
+        "vllm 5c1f5d1 vllm/parser/granite.py",
         tool_calls.GRANITE,
         _template(_joined(_JSON, ", "), before="<|tool_call|>[", after="]"),
     ),
@@ -202,7 +202,7 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
         "llama.cpp 0c3c896 models/templates/moonshotai-Kimi-K2-Thinking.jinja",
         tool_calls.KIMI,
         _template(
-            "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}"
+            "<|tool_call_begin|>{{ c.id }}"
             "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
             before="{{ m.content }}<|tool_calls_section_begin|>",
             after="<|tool_calls_section_end|>",
@@ -210,7 +210,7 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
     ),
     (
         "gpt-oss, as its template writes them",
-        "openai/gpt-oss-120b chat_template.jinja",
+        "openai-harmony 0.0.8 src/encoding.rs",
         tool_calls.HARMONY,
         _template(
             "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.core.errors import GrammarFailedError, InvalidGrammarError
 from jaxserve.engine.grammars import read_vocabulary
 from jaxserve.server.routes.chat import ChatRequest
-from jaxserve.server.schema import as_template_message
+from jaxserve.server.schema import Tool, as_template_message
 from jaxserve.server.tools import Answered, Tools, deltas, whole
 from tests.common.vocabularies import byte_level
 
@@ -228,3 +228,25 @@ def test_a_name_that_cannot_be_sent_is_no_call():
     """Half of a surrogate pair in a name leaves the text as it is."""
     text = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
     assert _whole(text, "stop") == (text, [], "stop")
+
+
+def test_ids_are_those_that_the_template_takes():
+    """Mistral's templates refuse ids that are not nine letters and digits.
+
+    As mistral-common 1.11.7's `tests/data/chat_templates/v11.jinja` does.
+    """
+    checked = (
+        "{% if tools %}{% endif %}[TOOL_CALLS]{% for m in messages %}"
+        "{% for id in [m.tool_call_id] if id is defined %}"
+        "{% if id | length != 9 %}{{ raise_exception('id') }}{% endif %}={{ id }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{% endfor %}"
+    )
+    called, _, answered = _prompt("{}", TOOLS, chat_template=checked).rpartition("=")
+    assert called.endswith(answered) and len(answered) == 9 and answered.isalnum()
+
+    tokenizer = byte_level(chat_template=checked)
+    given = Tools([Tool.model_validate(tool) for tool in TOOLS], None, None, tokenizer)
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    (made,) = whole(given.reader().push(text, "stop")).tool_calls or []
+    message = {"role": "tool", "content": "7", "tool_call_id": made.id}
+    assert given.as_said([message]) == [message] and len(made.id) == 9
