@@ -191,7 +191,10 @@ class RequestBuilder:
         if self._tokenizer is None or params.pools or self._encoder is not None:
             return None
         is_read = params.separate_reasoning or _is_chat(prompt)
-        return self._tokenizer.thinking_after(tokens) if is_read else None
+        thinking = self._tokenizer.thinking_after(tokens) if is_read else None
+        if thinking is None or not params.is_constrained:
+            return thinking
+        return thinking.up_to_its_mark()
 
     def prompt_tokens(
         self,

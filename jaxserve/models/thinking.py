@@ -16,18 +16,37 @@ COMMAND   <|START_THINKING|> ... <|END_THINKING|>, and    Command A and R7B
 HARMONY   messages of the channel analysis                gpt-oss
 ========  ==============================================  ==========================================
 
+In some families a call ends the thinking, too, because models write it without `</think>`: in those
+with the calls of Qwen3-Coder (Qwen3.5, Nemotron 3), of GLM, Kimi and MiniMax. A call in JSON, as
+Qwen3 writes it, does not: it may be a draft.
+
 Sources: chat templates in llama.cpp's `models/templates` and vLLM's `vllm/reasoning`, as of 2026.
+For calls that end thinking: vLLM's `vllm/parser` (03e8268), sglang's `reasoning_parser.py`
+(002e9bf); for those that do not: QwenLM/Qwen3 issue 1459.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final
 
 Opening = Literal["open", "closed", "undecided"]
 # "start": nothing but the beginning of a mark has come; "between": of harmony, after a message.
 Phase = Literal["start", "thinking", "between", "answer"]
+
+# White space between the tag of a call and what follows it, at most.
+_MAX_GAP = 64
+
+
+@final
+@dataclass(frozen=True)
+class EndingCall:
+    """A call that ends the thinking: the tag before it, what follows that, and the tag after it."""
+
+    begin: str
+    following: str
+    end: str
 
 
 @final
@@ -44,6 +63,7 @@ class ThinkingFormat:
       bridge: what precedes the answer after the end of the thinking.
       head: what precedes an answer that begins with `first`, such as a call.
       controls: further control tokens that the reader needs to see.
+      call: calls that end the thinking as well, and are the beginning of the answer.
     """
 
     starts: tuple[str, ...]
@@ -54,6 +74,7 @@ class ThinkingFormat:
     bridge: str = ""
     head: str = ""
     controls: tuple[str, ...] = ()
+    call: EndingCall | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -78,6 +99,14 @@ class ThinkingFormat:
 
 
 TAGS = ThinkingFormat(("<think>",), ("</think>",), "\n</think>")
+TAGS_QWEN = replace(TAGS, call=EndingCall("<tool_call>", "<function=", "</tool_call>"))
+TAGS_GLM = replace(TAGS, call=EndingCall("<tool_call>", "", "</tool_call>"))
+TAGS_KIMI = replace(
+    TAGS, call=EndingCall("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>")
+)
+TAGS_MINIMAX = replace(
+    TAGS, call=EndingCall("<minimax:tool_call>", "<invoke name=", "</minimax:tool_call>")
+)
 GRANITE = ThinkingFormat(
     ("<think>",), ("</think>",), "\n</think>", answer=("<response>", "</response>")
 )
@@ -117,6 +146,10 @@ _SIGNS = (
     (("<|START_THINKING|>",), COMMAND),
     (("Here is my thought process:",), SPOKEN),
     (("<think></think>", "<response></response>"), GRANITE),
+    (("think>", "<minimax:tool_call>"), TAGS_MINIMAX),
+    (("think>", "<arg_key>"), TAGS_GLM),
+    (("think>", "<tool_call>", "<function=", "<parameter="), TAGS_QWEN),
+    (("think>", "<|tool_calls_section_begin|>"), TAGS_KIMI),
     (("think>",), TAGS),
 )
 
@@ -151,6 +184,15 @@ class Thinking:
 
     def reader(self) -> ThinkingReader:
         return self.format.reader(self.opening)
+
+    def up_to_its_mark(self) -> Thinking:
+        """Return how the answer may think if only the mark ends thinking, and no call does.
+
+        For answers with a grammar, which has the whole call.
+        """
+        if self.format.call is None:
+            return self
+        return replace(self, format=replace(self.format, call=None))
 
     def split(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the content of a whole answer."""
@@ -188,7 +230,7 @@ class ThinkingReader(Protocol):
 class _TagReader:
     def __init__(self, form: ThinkingFormat, *, is_open: bool):
         self._starts, self._ends = form.starts, form.ends
-        self._answer = form.answer
+        self._answer, self._call = form.answer, form.call
         self._buffer = ""  # its end may begin a mark
         self._spaces: list[str] = []  # white space that is dropped if a mark follows
         self._text: list[list[str]] = [[], []]  # reasoning and content to return
@@ -198,6 +240,8 @@ class _TagReader:
         self._is_empty = True  # no thinking since its start
         self.has_thought = is_open
         self._is_wrapped = False  # the answer began with the mark of one
+        # A call has ended the thinking, whose mark may follow; and the end of the content so far.
+        self._is_late, self._last = False, ""
 
     @property
     def phase(self) -> Phase:
@@ -206,7 +250,7 @@ class _TagReader:
         return "start" if self._is_at_start and not self.has_thought else "answer"
 
     def push(self, text: str) -> tuple[str, str]:
-        if not (self._is_at_start or self._is_inside or self._is_wrapped):
+        if not (self._is_at_start or self._is_inside or self._is_wrapped or self._is_late):
             return "", text  # the usual case
         self._buffer += text
         while self._next():
@@ -238,6 +282,8 @@ class _TagReader:
             return self._inside()
         if self._is_wrapped:
             return self._in_answer()
+        if self._is_late:
+            return self._after_call()
         self._text[1].append(self._buffer)
         self._buffer = ""
         return False
@@ -272,17 +318,62 @@ class _TagReader:
 
     def _inside(self) -> bool:
         found = [(at, end) for end in self._ends if (at := self._buffer.find(end)) >= 0]
+        call_at, is_call = self._found_call(min(found)[0] if found else len(self._buffer))
+        if is_call:
+            self._add(0, self._buffer[:call_at])
+            self._buffer, self._spaces = self._buffer[call_at:], []
+            self._is_inside, self._is_at_start, self._is_late = False, False, True
+            return True
         if found:
             at, end = min(found)
             self._add(0, self._buffer[:at])
             self._buffer, self._spaces = self._buffer[at + len(end) :], []
             self._is_inside, self._is_at_start = False, True
             return True
-        held = max(num_begun(self._buffer, end) for end in self._ends)
-        kept = len(self._buffer) - held
+        marks = self._ends if self._call is None else (*self._ends, self._call.begin)
+        held = max(num_begun(self._buffer, mark) for mark in marks)
+        kept = min(len(self._buffer) - held, call_at)
         self._add(0, self._buffer[:kept])
         self._buffer = self._buffer[kept:]
         return False
+
+    def _found_call(self, end: int) -> tuple[int, bool]:
+        """Return where a call begins, or may begin, before a place, and whether it surely does."""
+        if self._call is None:
+            return len(self._buffer), False
+        begin, following = self._call.begin, self._call.following
+        at = self._buffer.find(begin, 0, end)
+        while at >= 0:
+            start, most = at + len(begin), _MAX_GAP + len(following)
+            gap = self._buffer[start : start + most]
+            rest = gap.lstrip()
+            if rest.startswith(following):
+                return at, True
+            if following.startswith(rest) and len(gap) < most:
+                return at, False
+            at = self._buffer.find(begin, start, end)
+        return len(self._buffer), False
+
+    def _after_call(self) -> bool:
+        """Return the answer without a mark of the end of thinking that follows its calls."""
+        assert self._call is not None
+        (mark,) = self._ends
+        at = self._buffer.find(mark)
+        kept = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, mark)
+        text, self._buffer = self._buffer[:kept], self._buffer[kept:]
+        self._text[1].append(text)
+        length = len(self._call.end)
+        self._last = (self._last + text[-length - _MAX_GAP :])[-length - _MAX_GAP :]
+        if at < 0:
+            return False
+        if self._last.rstrip().endswith(self._call.end):
+            self._buffer = self._buffer[len(mark) :]
+            self._is_late, self._is_at_start = False, True
+            self._starts = ()  # thinking does not begin again
+        else:
+            self._text[1].append(mark)
+            self._buffer, self._last = self._buffer[len(mark) :], ""
+        return True
 
     def _in_answer(self) -> bool:
         """Return the text before the mark after an answer, without white space around it."""

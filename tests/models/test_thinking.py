@@ -18,6 +18,8 @@ pytestmark = pytest.mark.fast
 _FINAL = "<|channel|>final<|message|>"
 _CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
+_CODER = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+
 # Format, opening, text, reasoning, content.
 CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
     (thinking.TAGS, "undecided", "<think>\na\n\nb\n</think>\n\nc\n", "a\n\nb", "c\n"),
@@ -39,6 +41,36 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
         "",
     ),
     (thinking.TAGS, "open", "a</think>\n<tool_call>c", "a", "<tool_call>c"),
+    (thinking.TAGS_QWEN, "open", f"a\n\n{_CODER}", "a", _CODER),
+    (thinking.TAGS_QWEN, "undecided", f"<think>a{_CODER}{_CODER}", "a", _CODER + _CODER),
+    (thinking.TAGS_QWEN, "open", f"a{_CODER}\n</think>\n\nc</think>", "a", f"{_CODER}\nc</think>"),
+    (thinking.TAGS_QWEN, "open", f"a{_CODER}b</think>", "a", f"{_CODER}b</think>"),
+    (thinking.TAGS_QWEN, "open", f"a</think>\n{_CODER}</think>", "a", f"{_CODER}</think>"),
+    (thinking.TAGS_QWEN, "open", "a <tool_call> b\n</think>\n\nc", "a <tool_call> b", "c"),
+    (thinking.TAGS_QWEN, "open", "a <tool_call>\n<fun", "a <tool_call>\n<fun", ""),
+    (thinking.TAGS_QWEN, "open", "a <tool_call> </think>c", "a <tool_call>", "c"),
+    (
+        thinking.TAGS_QWEN,
+        "open",
+        f"a <tool_call>{' ' * 99}<function=",
+        f"a <tool_call>{' ' * 99}<function=",
+        "",
+    ),
+    (thinking.TAGS_GLM, "open", "a<tool_call>f</tool_call>", "a", "<tool_call>f</tool_call>"),
+    (
+        thinking.TAGS_KIMI,
+        "open",
+        "a <|tool_calls_section_begin|>b<|tool_calls_section_end|></think> c",
+        "a",
+        "<|tool_calls_section_begin|>b<|tool_calls_section_end|>c",
+    ),
+    (
+        thinking.TAGS_MINIMAX,
+        "open",
+        'a\n<minimax:tool_call>\n<invoke name="f">',
+        "a",
+        '<minimax:tool_call>\n<invoke name="f">',
+    ),
     (thinking.GRANITE, "undecided", "<think>a</think>\n<response> c\n</response>", "a", "c"),
     (thinking.GRANITE, "undecided", "<think>a</think><response>c </resp", "a", "c </resp"),
     (thinking.GRANITE, "undecided", "c </response>", "", "c </response>"),
@@ -115,6 +147,11 @@ def test_thinking_is_separated_at_every_split(form, opening, text, reasoning, co
         ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}", thinking.TAGS),
         ("{{ m.content.split('</think>')[-1] }}", thinking.TAGS),
         ("<think>\n<response>{{ tool }}</response>", thinking.TAGS),
+        ("<think><tool_call><function={{ f }}><parameter={{ p }}>", thinking.TAGS_QWEN),
+        ('<think><tool_call>{"name": {{ f }}}', thinking.TAGS),
+        ("</think><tool_call>{{ f }}<arg_key>", thinking.TAGS_GLM),
+        ("<think></think><|tool_calls_section_begin|>", thinking.TAGS_KIMI),
+        ('<think><minimax:tool_call><invoke name="{{ f }}">', thinking.TAGS_MINIMAX),
         ("between <think></think> and <response></response>", thinking.GRANITE),
         ("after 'Here is my thought process:'", thinking.SPOKEN),
         ("[THINK]{{ m.thinking }}[/THINK]", thinking.MAGISTRAL),
@@ -143,11 +180,19 @@ def test_the_prompt_says_whether_thinking_is_open(form, prompt, opening):
     assert form.opening(prompt) == opening
 
 
+def test_a_grammar_has_the_whole_call():
+    """Only the mark ends thinking then; a call inside it is a part of it."""
+    thinks = Thinking(thinking.TAGS_QWEN, "open").up_to_its_mark()
+    assert thinks.split(f"a{_CODER}</think>c") == (f"a{_CODER}", "c")
+
+
 @pytest.mark.parametrize(
     ("form", "begin"),
     [
         (thinking.TAGS, "<think>"),
         (thinking.TAGS, ""),
+        (thinking.TAGS_QWEN, "<think><tool_call>"),
+        (thinking.TAGS_QWEN, "<think><tool_call><function="),
         (thinking.HARMONY, "<|channel|>"),
         (thinking.HARMONY, "<|channel|>analysis<|message|>"),
     ],
