@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.request import TokenLogprob
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.server.schema import (
     CompletionLogprobs,
@@ -199,6 +200,43 @@ class LogprobFormatter:
             begun, _ = self._utf8.getstate()
             text = codecs.getincrementaldecoder("utf-8")("replace").decode(begun + spelt)
         return _Spelt(text, list(spelt) or None)
+
+
+@final
+class ContentScores:
+    """The log-probabilities of a message's content, as tokens arrive in order.
+
+    Those of the thinking before it are left out, and so are those of the white space between the
+    two. If the model thinks, all are held until the content begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        skip = params.skip_special_tokens
+        self._formatter = LogprobFormatter(tokenizer, skip_special_tokens=skip)
+        self._has_begun = params.separate_reasoning is False or tokenizer.thinking is None
+        self._held: list[TokenLogprob] = []
+        self._num_thinking = 0
+
+    def add(
+        self, scores: Sequence[TokenLogprob], num_thinking: int, *, has_content: bool
+    ) -> list[ScoredChoice]:
+        """Return what tokens add.
+
+        Args:
+          num_thinking: how many more of the answer's first tokens are known to be thinking.
+          has_content: whether they add to the content, or end the answer.
+        """
+        if self._has_begun:
+            return self._formatter.of_chat(scores).content
+        self._held += scores
+        self._num_thinking += num_thinking
+        if not has_content:
+            return []
+        self._has_begun = True
+        scored = self._formatter.of_chat(self._held[self._num_thinking :]).content
+        while self._num_thinking and scored and bytes(scored[0].bytes or ()).isspace():
+            scored.pop(0)
+        return scored
 
 
 def _by_text(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxserve.core.errors import InvalidSamplingParamsError
-from jaxserve.core.request import Completion, Sample, Timing
+from jaxserve.core.request import Completion, Sample, Timing, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.server.errors import RefusedError
@@ -85,6 +86,61 @@ def test_a_chat_has_its_reasoning_beside_the_content(tools):
     order = [next(iter(delta)) for delta in deltas if delta.get("content") or "reasoning" in delta]
     assert order == ["reasoning_content"] * 2 + ["content"] * 2
     assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+@pytest.mark.parametrize("separates", [True, False])
+def test_scores_are_those_of_the_content(separates):
+    """Not of the thinking and the white space after it, whole and streamed.
+
+    OpenAI's `logprobs.content` belongs to the content; vLLM's and sglang's has every token.
+    """
+    tokenizer = byte_level(chat_template="<think></think>")
+    tokens = [*tokenizer.encode("hm", False), *tokenizer.encode("\n", False)]
+    num_thinking = len(tokens) - 1
+    tokens += tokenizer.encode("ok \n", False)
+    scores = [
+        TokenLogprob(token_id=token, logprob=-1.0, processed_logprob=-1.0) for token in tokens
+    ]
+    params = SamplingParams(logprobs=0, separate_reasoning=separates)
+    body = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "q"}], "logprobs": True}
+    )
+
+    def answer() -> ChatAnswer:
+        return ChatAnswer(body, params, Tools(None, None, None, tokenizer), "m", tokenizer)
+
+    sample = Sample(
+        text="ok \n",
+        token_ids=tuple(tokens),
+        finish_reason="stop",
+        logprobs=tuple(scores),
+        reasoning="hm" if separates else None,
+        num_reasoning_tokens=num_thinking if separates else 0,
+    )
+    reply = answer().reply(replace(COMPLETION, samples=(sample,)))
+    wanted = "ok \n" if separates else "hm\nok \n"
+    assert reply.choices[0].logprobs is not None
+    assert "".join(each.token for each in reply.choices[0].logprobs.content) == wanted
+
+    events = ChatChunks(answer(), LengthComments(None, None), None, lambda: 2)
+    given = b""
+    for i, (token, score) in enumerate(zip(tokens, scores, strict=True)):
+        # The first token of thinking is known to be one with the second.
+        known = (0 if i == 0 else 2 if i == 1 else 1) if separates and i < num_thinking else 0
+        text = tokenizer.decode([token]) if i > num_thinking or not separates else ""
+        piece = Piece(
+            text=text,
+            token_ids=(token,),
+            logprobs=(score,),
+            num_reasoning=known,
+            reasoning="hm" if known else "",
+        )
+        given += events.of([(0, piece)])
+    given += events.of([(0, Piece(text="", token_ids=(), logprobs=(), finish_reason="stop"))])
+    choices = [choice for chunk in _data(given) for choice in chunk["choices"]]
+    found = [(choice["delta"], choice["logprobs"]) for choice in choices if choice["logprobs"]]
+    assert "".join(each["token"] for _, logprobs in found for each in logprobs["content"]) == wanted
+    assert not any("reasoning" in delta for delta, _ in found)
 
 
 def _response() -> ResponseAnswer:

@@ -61,6 +61,7 @@ from jaxserve.server.schema import (
     PromptLogprobs,
     Reply,
     ResponseFormat,
+    ScoredChoice,
     Tool,
     ToolChoice,
     Usage,
@@ -69,7 +70,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
-from jaxserve.server.scores import LogprobFormatter
+from jaxserve.server.scores import ContentScores, LogprobFormatter
 from jaxserve.server.thinking import Effort, ThinkingFields, template_variables
 from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import Relay, TurnExchange
@@ -272,11 +273,8 @@ class ChatAnswer:
         self.id = new_id("chatcmpl")
         self.created = now_s()
         self.answered = [self.tools.reader() for _ in range(self.params.n)]
-        skip = self.params.skip_special_tokens
         num_scored = 0 if self.params.logprobs is None else self.params.n
-        self.scores = [
-            LogprobFormatter(self.tokenizer, skip_special_tokens=skip) for _ in range(num_scored)
-        ]
+        self.scores = [ContentScores(self.tokenizer, self.params) for _ in range(num_scored)]
 
     @property
     def service_tier(self) -> Literal["default"] | None:
@@ -321,7 +319,11 @@ class ChatAnswer:
             message=message,
             logprobs=None
             if sample.logprobs is None
-            else self.scores[index].of_chat(sample.logprobs),
+            else Logprobs(
+                content=self.scores[index].add(
+                    sample.logprobs, sample.num_reasoning_tokens, has_content=True
+                )
+            ),
             finish_reason=cast(FinishReason, answered.finish_reason(sample.finish_reason)),
             token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
         )
@@ -376,7 +378,7 @@ class ChatChunks:
         if not index:
             self._num_cached = piece.num_cached_tokens
         is_call = False
-        is_plain = not (self._with_ids or piece.logprobs)
+        is_plain = not self._with_ids and piece.logprobs is None
         if is_plain and piece.reasoning and not (piece.text or piece.finish_reason):
             choices = [_thought(piece)]
         elif (
@@ -403,23 +405,30 @@ class ChatChunks:
     def _choices(self, piece: Piece) -> list[ChunkChoice]:
         """Return what a piece adds, one choice per chunk; none if all of it is held back."""
         answer, reason = self._answer, piece.finish_reason
-        index, logprobs = piece.sample_index, piece.logprobs
+        index = piece.sample_index
         answered, has_tools = answer.answered[index], answer.tools.is_given
         found = deltas(answered.push(piece.text, reason))
+        scored: list[ScoredChoice] = []
+        if piece.logprobs is not None:
+            has_content = bool(piece.text) or reason is not None
+            scored = answer.scores[index].add(
+                piece.logprobs, piece.num_reasoning, has_content=has_content
+            )
+        place = 0  # of what has the scores
         if piece.reasoning:
             thought = Delta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
+            place = min(1, len(found))
             found.insert(0, thought)
-        if not found and (reason or logprobs or self._with_ids or not has_tools):
+        if not found and (reason or scored or self._with_ids or not has_tools):
             found = [Delta(content=None if reason or has_tools else "")]
         ended = cast(FinishReason, reason and answered.finish_reason(reason))
-        scored = answer.scores[index].of_chat(logprobs) if logprobs else None
         token_ids = list(piece.token_ids) if self._with_ids else None
         last = len(found) - 1
         return [
             ChunkChoice(
                 index=index,
                 delta=delta,
-                logprobs=None if i else scored,
+                logprobs=Logprobs(content=scored) if scored and i == place else None,
                 finish_reason=ended if i == last else None,
                 token_ids=None if i else token_ids,
             )

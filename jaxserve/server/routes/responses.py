@@ -68,7 +68,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
-from jaxserve.server.scores import LogprobFormatter
+from jaxserve.server.scores import ContentScores
 from jaxserve.server.thinking import Effort, ThinkingFields, template_variables
 from jaxserve.server.tools import Tools
 from jaxserve.server.turn import Relay, TurnExchange
@@ -612,8 +612,7 @@ class ResponseAnswer:
         self._numbers = itertools.count()
         self._num_output = self._num_reasoning = self._num_cached = 0
         self._answered = self.tools.reader()
-        skip = self.params.skip_special_tokens
-        self._scores = LogprobFormatter(self.tokenizer, skip_special_tokens=skip)
+        self._scores = ContentScores(self.tokenizer, self.params)
         self._output = OutputItems(self.event)
 
     @property
@@ -646,16 +645,17 @@ class ResponseAnswer:
 
     def added(self, piece: Piece) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
-        reason, logprobs = piece.finish_reason, piece.logprobs
+        reason = piece.finish_reason
         self._num_output += len(piece.token_ids)
         self._num_reasoning += piece.num_reasoning
         self._num_cached = piece.num_cached_tokens
         if piece.reasoning:
             yield from self._output.reasoning(piece.reasoning)
         parts = self._answered.push(piece.text, reason)
-        scored = self._scores.of_chat(logprobs).content if logprobs else []
-        if piece.num_reasoning:  # scores are those of the message's text
-            scored = scored[piece.num_reasoning :]
+        scored: list[ScoredChoice] = []
+        if piece.logprobs is not None:
+            has_content = bool(piece.text) or reason is not None
+            scored = self._scores.add(piece.logprobs, piece.num_reasoning, has_content=has_content)
         is_empty = reason is not None and self._output.is_empty
         if not parts and (is_empty or (scored and not self.tools.is_given)):
             parts = [""]
