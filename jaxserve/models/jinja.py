@@ -9,6 +9,7 @@ they get plain data only, and no attribute with an underscore.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -24,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Keys under which clients send a model's reasoning; templates read one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# What compares the type of a part of a message.
+_THINKING_PART = re.compile(r"""\btype\W{1,4}== *['"]thinking['"]""")
 
 
 def render(
@@ -51,8 +54,10 @@ def render(
     for message in plain:
         if not isinstance(message, dict):
             raise TypeError(f"a message must be a mapping, not {message!r}")
+    # Magistral's and Ministral's templates have it as a part of the content.
+    in_parts = _THINKING_PART.search(source) is not None and "reasoning_content" not in source
     return _compiled(source).render(
-        messages=[_with_thoughts(_given(message)) for message in plain],
+        messages=[_with_thoughts(_given(message), in_parts=in_parts) for message in plain],
         tools=_plain(tools),
         documents=None,
         add_generation_prompt=add_generation_prompt,
@@ -163,11 +168,17 @@ def _given(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+def _with_thoughts(message: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
     thoughts = next((message[name] for name in _REASONING if name in message), None)
     if thoughts is None:
         return message
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    found = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if in_parts and thoughts:
+        content = found.get("content")
+        if not isinstance(content, list):
+            content = [{"type": "text", "text": content}] if content else []
+        found["content"] = [{"type": "thinking", "thinking": thoughts}, *content]
+    return found
 
 
 def _plain(value: Any) -> Any:

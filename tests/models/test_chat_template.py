@@ -273,3 +273,25 @@ def test_private_use_characters_are_text():
     token_ids = joined.apply_chat_template([{"role": "user", "content": many}])
     assert token_ids == joined.encode(many, parse_special=False)
     assert time.monotonic() < begun_s + 6
+
+
+# As mistral-common 1.8's v13_think.jinja (402b50c): thinking is a part of the content.
+_PARTS = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for block in m['content'] %}{% if block['type'] == 'text' %}{{ block['text'] }}"
+    "{% elif block['type'] == 'thinking' %}{{ '[THINK]' + block['thinking'] + '[/THINK]' }}"
+    "{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["a", "", None, [{"type": "text", "text": "a"}]])
+def test_thinking_is_a_part_where_the_template_has_parts(content):
+    """Magistral's and Ministral's have it before the text; others get it as a field."""
+    answer = {"role": "assistant", "content": content, "reasoning_content": "hm"}
+    said = [{"role": "user", "content": "q"}, answer, {"role": "user", "content": "r"}]
+    text = "a" if content else ""
+    written = render(_PARTS, said, {}, add_generation_prompt=False)
+    assert written == f"q;[THINK]hm[/THINK]{text};r;"
+    if content in ("a", ""):  # mistral-common 1.11.7's own makes a part of the field
+        own = "{# reasoning_content #}" + _PARTS
+        assert render(own, said, {}, add_generation_prompt=False) == f"q;{text};r;"
