@@ -117,6 +117,7 @@ class ToolFormat:
     closing: str = ""
     other_begins: tuple[str, ...] = ()  # that models write as well; a call may follow within one
     id_length: int = 0  # letters and digits of an id, if templates take no other ids
+    answer: str = ""  # what an answer without calls begins with
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -274,6 +275,7 @@ HARMONY = ToolFormat(
         "<|start|>assistant to=functions.",
         "to=functions.",
     ),
+    answer="<|channel|>final<|message|>",
 )
 FUNCTIONGEMMA = ToolFormat(
     NamedCall("call:", "{", "}", QuotedArguments("<escape>")),

@@ -45,11 +45,13 @@ def grammar_of(
     token_of: TokenOf,  # returns the token of a text that is one added token
     *,
     may_be_several: bool,
+    answer: Sequence[str] = (),
 ) -> str:
     """Return a Lark grammar of answers that call one of the tools, or several.
 
     Args:
       tools: with `name` and perhaps `parameters`, a JSON schema of an object.
+      answer: the rules of an answer without calls, from `answer` on; none if a call is demanded.
 
     Raises:
       InvalidGrammarError: the parameters of a tool cannot be enforced in this format.
@@ -71,7 +73,10 @@ def grammar_of(
     is_many = may_be_several and form.separator is not None
     start = f"calls ({lines.text(form.separator or '')} calls)*" if is_many else "calls"
     head = ["%llguidance {}", f"start: {start}", f"calls: {calls}", f"one: {one}"]
-    return "\n".join([*head, *lines.lines, ""])
+    if answer:
+        whole = f"{lines.text(form.answer)} answer".strip()
+        head[1:2] = [f"start: {whole} | called", f"called: {start}"]
+    return "\n".join([*head, *lines.lines, *answer, ""])
 
 
 @final

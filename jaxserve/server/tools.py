@@ -72,14 +72,15 @@ class Tools:
         if self.is_given:  # a tag may be a control token, which answers otherwise leave out
             self.params["skip_special_tokens"] = False
 
-    def _grammar(self) -> str:
-        """Return the grammar of calls, whose arguments are then validated."""
+    def _grammar(self, answer: Sequence[str] = ()) -> str:
+        """Return the grammar of calls, whose arguments are then validated, or of an answer."""
         self._schemas = {each["name"]: AnswerSchema(parameters_of(each)) for each in self._callable}
         return grammar_of(
             self._form,
             self._callable,
             self._tokenizer.added_token_id,
             may_be_several=self._may_be_several,
+            answer=answer,
         )
 
     def or_answer(self, schema: Any) -> dict[str, Any]:
@@ -97,8 +98,7 @@ class Tools:
         except (ValueError, RecursionError) as error:
             raise InvalidGrammarError(f"the json_schema cannot be compiled: {error}") from error
         self._answer = AnswerSchema(schema)
-        calls = self._grammar().replace("\nstart: ", "\nstart: answer | called\ncalled: ", 1)
-        return {**self.params, "grammar": "\n".join([calls, *rules, ""])}
+        return {**self.params, "grammar": self._grammar(rules)}
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.grammars import Grammars
 from jaxserve.models.thinking import Thinking
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.models.tool_calls import HARMONY
+from jaxserve.models.tool_grammars import grammar_of
 
 pytestmark = pytest.mark.fast
 
@@ -165,6 +168,29 @@ def test_thinking_ends_with_its_budget(kinds, regex, logprobs):
     assert found == f"<|channel|>analysis<|message|>abc<|end|>{head}{said}"
     none = _answer(kinds["tags"], "[a]<think>\n", said, **{**given, "max_thinking_tokens": 0})
     assert none == f"\n</think>{said}"
+
+
+@pytest.mark.parametrize(
+    ("wants", "message"),
+    [
+        ("f", '<|channel|>final<|message|>{"a": 1}'),
+        ("c", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"),
+    ],
+)
+def test_harmony_answers_or_calls_after_its_analysis(kinds, wants, message):
+    """With tools and a format each message has its own head, which the model chooses."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    grammar = grammar_of(
+        HARMONY,
+        [{"name": "f", "parameters": {"type": "object", "properties": {}}}],
+        kinds["harmony"][0].added_token_id,
+        may_be_several=False,
+        answer=lark_rules(schema, "answer"),
+    )
+    found = _answer(kinds["harmony"], "<|start|>assistant", f"so<|end|>{wants}", grammar=grammar)
+    begin = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    assert found.startswith(begin + message)
 
 
 def test_thinking_is_counted_and_separated_in_pieces(kinds):

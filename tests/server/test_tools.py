@@ -112,14 +112,22 @@ CALL = '{"name": "f", "arguments": {"a": 1}}'
 
 
 @pytest.mark.parametrize(
-    ("template", "call"),
+    ("template", "call", "head"),
     [
-        ("", f"<tool_call>[{CALL}]</tool_call>"),
-        ("{{ tools }}<tool_call>", f"<tool_call>\n{CALL}\n</tool_call>"),
+        ("", f"<tool_call>[{CALL}]</tool_call>", ""),
+        ("{{ tools }}<tool_call>", f"<tool_call>\n{CALL}\n</tool_call>", ""),
+        (
+            "{{ tools }}<|channel|>functions",
+            '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+            "<|channel|>final<|message|>",
+        ),
     ],
 )
-def test_a_grammar_of_calls_or_of_a_schema(template: str, call: str):
-    """One of them is the whole answer, and a demanded call leaves the schema out."""
+def test_a_grammar_of_calls_or_of_a_schema(template: str, call: str, head: str):
+    """One of them is the whole answer, and a demanded call leaves the schema out.
+
+    An answer of gpt-oss is a message with a head, as its calls are (openai-harmony 0.0.8).
+    """
     tokenizer = byte_level(chat_template=template)
     vocabulary = read_vocabulary(llguidance, tokenizer, (2,), tokenizer.vocab_size)
     body = ChatRequest.model_validate(
@@ -137,10 +145,11 @@ def test_a_grammar_of_calls_or_of_a_schema(template: str, call: str):
     tools = Tools(body.tools, None, None, tokenizer)
     grammar = tools.or_answer(schema)["grammar"]
     answers = ['{"color": "red"}', f'{{"color": {2**53 + 1}}}']
-    assert all(takes(grammar, text) for text in (call, *answers))
-    assert not any(takes(grammar, text) for text in ('{"color": "blue"}', "red", "[]"))
+    assert all(takes(grammar, text) for text in (call, *(head + answer for answer in answers)))
+    assert not any(takes(grammar, head + text) for text in ('{"color": "blue"}', "red", "[]"))
+    assert not head or not takes(grammar, answers[0])
     demanded = Tools(body.tools, "required", None, tokenizer).or_answer(schema)["grammar"]
-    assert takes(demanded, call) and not takes(demanded, answers[0])
+    assert takes(demanded, call) and not takes(demanded, head + answers[0])
     assert tools.reader().push(answers[0], "stop") == [answers[0]]
     with pytest.raises(GrammarFailedError, match="json_schema"):
         tools.reader().push('{"color": "blue"}', "stop")
