@@ -96,11 +96,11 @@ class LengthComments:
         self._samples: dict[int, _Sample] = {}
         self.predicted: dict[int, int] = {}
 
-    def of(self, pieces: Iterable[tuple[int, Piece]]) -> list[str]:
+    def of(self, pieces: Iterable[tuple[int, Piece]]) -> bytes:
         """Return the comments that go before pieces, each with the index of its choice."""
         now_s = time.monotonic()
         found = [self._next(index, piece, now_s) for index, piece in pieces]
-        return [comment for comment in found if comment is not None]
+        return b"".join(format_sse_event(comment=each) for each in found if each is not None)
 
     def _next(self, index: int, piece: Piece, now_s: float) -> str | None:
         sample = self._samples.get(index)
@@ -173,10 +173,6 @@ def json_response(reply: Reply) -> Response:
 def event_of(reply: Reply, kind: str | None = None) -> bytes:
     """Return the event whose data is a reply's JSON; `kind` is the event's type, if any."""
     return format_sse_event(event=kind, data_str=reply.model_dump_json())
-
-
-def comments(texts: Iterable[str]) -> bytes:
-    return b"".join(format_sse_event(comment=text) for text in texts)
 
 
 @final

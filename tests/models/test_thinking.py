@@ -16,6 +16,7 @@ from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking
 pytestmark = pytest.mark.fast
 
 _FINAL = "<|channel|>final<|message|>"
+_ANALYSIS = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
 _CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
 _CODER = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
@@ -92,13 +93,7 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
         "a",
         "c",
     ),
-    (
-        thinking.HARMONY,
-        "open",
-        f"<|channel|>analysis<|message|>a<|end|><|start|>assistant{_FINAL}c",
-        "a",
-        "c",
-    ),
+    (thinking.HARMONY, "open", f"{_ANALYSIS}{_FINAL}c", "a", "c"),
     (thinking.HARMONY, "open", f"{_FINAL}c", "", "c"),
     (thinking.HARMONY, "closed", "c <|channel|>", "", "c <|channel|>"),
     (thinking.HARMONY, "open", "to be", "", "to be"),
@@ -106,7 +101,7 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
     (
         thinking.HARMONY,
         "open",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+        f"{_ANALYSIS}<|channel|>analysis<|message|>b"
         "<|end|><|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant"
         f'{_CALL}{{"x": 1}}',
         "a\nb",

@@ -21,7 +21,6 @@ from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
     LengthComments,
-    comments,
     compact,
     event_of,
     json_response,
@@ -45,6 +44,7 @@ from jaxserve.server.routes.common import (
     need_tokenizer,
     new_id,
     now_s,
+    replied,
 )
 from jaxserve.server.schema import (
     MAX_INT32,
@@ -201,8 +201,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
         lengths = LengthComments(answer.params.max_tokens, backend.metrics.pace_s)
         events = ChatChunks(answer, lengths, lambda: exchange.jobs[0].prompt)
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
-    (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
-    return json_response(answer.reply(completion))
+    return await replied(http, exchange, answer)
 
 
 def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
@@ -361,7 +360,7 @@ class ChatChunks:
 
     def of(self, group: Group) -> bytes:
         told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
-        return comments(told) + b"".join(self._of(piece) for _, piece in group)
+        return told + b"".join(self._of(piece) for _, piece in group)
 
     def end(self) -> bytes:
         """Return the chunk of the usage, if it was asked for."""

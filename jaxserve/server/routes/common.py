@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header
 from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
+from jaxserve.server.events import json_response, unless_gone
+from jaxserve.server.exchange import Exchange, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.options import LATENCY_HEADER, LatencyClass
 from jaxserve.server.schema import ErrorReply, Reply, Strict, Unheeded
@@ -92,6 +96,20 @@ async def _latency_class(
 
 
 InClass = Annotated[LatencyClass, Depends(_latency_class)]
+
+
+class ChatAnswering(Protocol):
+    """A chat that is answered, in the form of one API."""
+
+    def jobs(self, service: Service, /) -> list[Job]: ...
+
+    def reply(self, completion: Completion) -> Reply: ...
+
+
+async def replied(http: Request, exchange: Exchange, answer: ChatAnswering) -> Response:
+    """Return the whole answer to a chat."""
+    (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
+    return json_response(answer.reply(completion))
 
 
 def new_id(prefix: str) -> str:

@@ -21,7 +21,6 @@ from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
     LengthComments,
-    comments,
     compact,
     event_of,
     json_response,
@@ -309,7 +308,7 @@ class _CompletionChunks:
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
         self._num_cached |= {p: x.num_cached_tokens for p, x in group if not x.sample_index}
-        told = comments(self._lengths.of(indexed))
+        told = self._lengths.of(indexed)
         if self._answer.body.echo and not self._has_echoed:
             told += self._echo()
         return told + b"".join(self._of(index, piece) for index, piece in indexed)

@@ -25,11 +25,9 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     EventStream,
     LengthComments,
-    comments,
     compact,
     event_of,
     json_response,
-    unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
@@ -44,6 +42,7 @@ from jaxserve.server.routes.common import (
     is_short,
     need_tokenizer,
     new_id,
+    replied,
 )
 from jaxserve.server.schema import (
     MAX_INT32,
@@ -475,8 +474,7 @@ async def answer_messages(
     answer = MessagesAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, params))
     if not body.stream:
-        (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
-        return json_response(answer.reply(completion))
+        return await replied(http, exchange, answer)
     lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
     events = MessagesEvents(
         answer, lengths, lambda: len(exchange.jobs[0].prompt) if exchange.jobs else 0
@@ -751,7 +749,7 @@ class MessagesEvents:
         return _data("message_start", message=self._answer.begun(self._num_prompt_tokens()))
 
     def of(self, group: Group) -> bytes:
-        told = comments(self._lengths.of((0, piece) for _, piece in group))
+        told = self._lengths.of((0, piece) for _, piece in group)
         return told + b"".join(event for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:

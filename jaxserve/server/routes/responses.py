@@ -22,7 +22,6 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     EventStream,
     LengthComments,
-    comments,
     compact,
     event_of,
     json_response,
@@ -40,6 +39,7 @@ from jaxserve.server.routes.common import (
     need_tokenizer,
     new_id,
     now_s,
+    replied,
 )
 from jaxserve.server.schema import (
     IN_PARTS,
@@ -524,8 +524,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         return _stream(relay.groups(), events, relay.close)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if not body.stream:
-        (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
-        return json_response(answer.reply(completion))
+        return await replied(http, exchange, answer)
     lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
     events = ResponseEvents(answer, lengths, lambda: len(exchange.jobs[0].prompt))
     return _stream(exchange.stream(answer.jobs), events, exchange.close)
@@ -737,7 +736,7 @@ class ResponseEvents:
         )
 
     def of(self, group: Group) -> bytes:
-        told = comments(self._lengths.of((0, piece) for _, piece in group))
+        told = self._lengths.of((0, piece) for _, piece in group)
         return told + b"".join(_data(event) for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:

@@ -19,7 +19,6 @@ from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
     LengthComments,
-    comments,
     compact,
     event_of,
     json_response,
@@ -275,7 +274,7 @@ class _TokenChunks:
 
     def of(self, group: Group) -> bytes:
         told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
-        return comments(told) + b"".join(self._of(piece) for _, piece in group)
+        return told + b"".join(self._of(piece) for _, piece in group)
 
     def end(self) -> bytes:
         num_prompt = len(self._exchange.jobs[0].prompt)
