@@ -176,8 +176,8 @@ def bench(
         _panel(
             _DATA,
             "--tokenizer",
-            text="Name or folder of the tokenizer for ShareGPT, and for random prompts to a chat. "
-            "[default: that of --model]",
+            text="Name or folder of the tokenizer for ShareGPT and for prompts of token ids, which "
+            "are then sent as text. [default: that of --model; completions get ids]",
         ),
     ] = None,
     seed: Annotated[
@@ -286,9 +286,11 @@ class _Target(Protocol):
 
     Attributes:
       described: fields of the report.
+      gets_text: whether prompts of token ids are sent as text.
     """
 
     described: dict[str, Any]
+    gets_text: bool
 
     @property
     def vocab_size(self) -> int:
@@ -399,10 +401,10 @@ class _Asked:
                     f"{self.dataset} has messages, and {_COMPLETIONS} takes none; omit --endpoint"
                 )
             return prompt
-        if self.endpoint != _CHAT:
-            return prompt
-        text = prompt if isinstance(prompt, str) else target.tokenizer().decode(prompt)
-        return [{"role": "user", "content": text}]
+        is_chat = self.endpoint == _CHAT
+        if not isinstance(prompt, str) and (is_chat or target.gets_text):
+            prompt = target.tokenizer().decode(prompt)
+        return [{"role": "user", "content": prompt}] if is_chat else prompt
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -490,8 +492,9 @@ class _Load:
             asyncio.run(send_all(self._send, [request], [0.0], answers))
             if answer.error:
                 raise JaxserveError(
-                    f"a request before the measurement failed: {answer.error}; mend the options, "
-                    "or see the server's log"
+                    f"a request before the measurement failed: {answer.error}; mend the options "
+                    "(a server that takes no token ids needs --tokenizer, and one that refuses "
+                    "ignore_eos --no-ignore-eos), or see the server's log"
                 )
 
     def run(self, *, progress: bool) -> bool:
@@ -560,6 +563,8 @@ def _runtime(model: str, service_options: ServiceOptions) -> Iterator[_Target]:
 @final
 class _RuntimeTarget:
     """A service in this process."""
+
+    gets_text = False
 
     def __init__(self, service: Service, described: dict[str, Any], adapter: str | None):
         self._service = service
@@ -644,11 +649,13 @@ def _first_model(url: str, headers: dict[str, str]) -> str:
     try:
         asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(asked, timeout=_MODELS_S) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+            if models := json.load(answer)["data"]:
+                return str(models[0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidConfigError(
             f"{url}/v1/models cannot be read: {error}; start the server, or pass --model"
         ) from error
+    raise InvalidConfigError(f"{url}/v1/models lists no model; pass --model")
 
 
 @final
@@ -661,6 +668,7 @@ class _ServerTarget:
         self._model = model
         self._tokenizer_name = tokenizer
         self._tokenizer: Tokenizer | None = None
+        self.gets_text = tokenizer is not None
         self._chat = StreamClient(url + _CHAT, headers)
         self._completions = StreamClient(url + _COMPLETIONS, headers)
         self.described = {"url": url, "model": model}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -173,17 +174,15 @@ class StreamClient:
             said = b"".join([part async for part in parts]).decode(errors="replace")
             answer.fail(f"status {status}: {said}")
             return
-        num_events, is_whole, rest = 0, False, b""
-        async for part in parts:
-            now_s = time.perf_counter() - answer.at_s
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    num_events += _note(event, now_s, answer)
-                    ends = [choice.get("finish_reason") for choice in event.get("choices") or ()]
-                    is_whole = is_whole or any(ends)
-                is_whole = is_whole or line.startswith(b"data: [DONE]")
+        num_events, is_whole = 0, False
+        async for data in _data(parts):
+            if data == b"[DONE]":
+                is_whole = True
+            elif data.startswith(b"{"):
+                event = json.loads(data)
+                num_events += _note(event, time.perf_counter() - answer.at_s, answer)
+                ends = [choice.get("finish_reason") for choice in event.get("choices") or ()]
+                is_whole = is_whole or any(ends)
         answer.num_tokens = answer.num_tokens or num_events
         if not is_whole and not answer.error:
             answer.fail("the stream ended before the answer")
@@ -226,10 +225,25 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
     return int(first[1]), headers
 
 
+async def _data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield what the lines of an event stream say after "data:"; the last may have no end."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip()
+
+
 async def _parts(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
     """Yield the parts of a body as they come, without the sizes of chunks."""
     if headers.get("transfer-encoding") != "chunked":
-        while part := await reader.read(_READ_BYTES):
+        # Some servers keep the connection open, although they were asked to close it.
+        num_left = int(headers.get("content-length", sys.maxsize))
+        while num_left and (part := await reader.read(min(num_left, _READ_BYTES))):
+            num_left -= len(part)
             yield part
         return
     while num_bytes := int((await reader.readline()).partition(b";")[0], 16):

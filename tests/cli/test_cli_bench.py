@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.testing import write_chat_model
 from tests.cli.common import SMALL, assert_refused, run
 from tests.common.processes import heeding_interrupts, interrupt
 from tests.common.streams import DONE, event, streaming, text
@@ -82,6 +83,88 @@ def test_a_server_gets_the_lines_of_a_file(tmp_path):
     assert (chat["path"], chat["max_completion_tokens"]) == ("/v1/chat/completions", 9)
     assert chat["stream"] and "ignore_eos" not in chat
     assert (bodies[-3]["path"], bodies[-3]["max_tokens"]) == ("/v1/completions", 2)
+
+
+# What `transformers serve` of transformers 5.24 and the server of llama.cpp (b11434) sent.
+_REFUSED = b"""{"detail":"Unexpected fields in the request: {'ignore_eos'}"}"""
+_TRANSFORMERS = [
+    event(id="a", choices=[{"index": 0, "text": " "}], object="text_completion"),
+    event(id="a", choices=[{"index": 0, "text": "`"}], object="text_completion"),
+    event(
+        id="a",
+        choices=[{"finish_reason": "length", "index": 0, "text": ""}],
+        usage={"completion_tokens": 2, "prompt_tokens": 8, "total_tokens": 10},
+    ),
+]
+_LLAMA_CPP = [
+    event(
+        choices=[
+            {"finish_reason": None, "index": 0, "delta": {"role": "assistant", "content": None}}
+        ]
+    ),
+    event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": "Hello"}}]),
+    event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": " there"}}]),
+    event(choices=[{"finish_reason": "length", "index": 0, "delta": {}}]),
+    event(
+        choices=[],
+        usage={"completion_tokens": 2, "prompt_tokens": 31, "prompt_tokens_details": {}},
+        timings={"cache_n": 0, "prompt_n": 31},
+    ),
+    DONE,
+]
+
+
+def _without_usage(events: list[bytes]) -> list[bytes]:
+    """Return a stream without usage, as servers send it that do not know `stream_options`."""
+    return [each for each in events if b'"usage"' not in each]
+
+
+@pytest.mark.parametrize(
+    ("events", "endpoint", "num_prompt"),
+    [
+        (_TRANSFORMERS, "completions", 16),
+        (_LLAMA_CPP, "chat/completions", 62),
+        (_without_usage(_LLAMA_CPP), "chat/completions", None),
+        ([each.replace(b"data: ", b"data:") for each in _LLAMA_CPP], "chat/completions", 62),
+        ([each.replace(b"\n", b"\r\n") for each in _LLAMA_CPP], "chat/completions", 62),
+        ([*_TRANSFORMERS[:2], _TRANSFORMERS[2].rstrip()], "completions", 16),
+    ],
+    ids=["transformers", "llama.cpp", "no usage", "no space", "CRLF", "no last line end"],
+)
+def test_streams_of_other_servers_are_read(events, endpoint, num_prompt, tmp_path):
+    """Streams without [DONE], usage, or a space after "data:" are measured like others."""
+    path = _file(tmp_path, [{"prompt": "text"}, {"prompt": "more"}])
+    with streaming(lambda _: (200, events)) as url:
+        done = run(f"bench --url {url} --dataset {path} --endpoint /v1/{endpoint} --json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["num_completed"], report["output_tokens"]) == (2, 4)
+    assert report["prompt_tokens"] == num_prompt
+    assert report["time_per_output_token_s"]["mean"] >= 0
+
+
+def test_a_server_without_token_ids_gets_text(tmp_path):
+    """The error of a refused request names the options that help; with them, prompts are text."""
+    write_chat_model(tmp_path)
+    prompts = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, list[bytes | None]]:
+        prompts.append(body["prompt"])
+        if "ignore_eos" in body:
+            return 422, [_REFUSED]
+        if not isinstance(body["prompt"], str):
+            return 400, [b'{"detail":"prompt must be a string."}']
+        return 200, [*_TRANSFORMERS]
+
+    with streaming(answer) as url:
+        command = f"bench --url {url} --num-requests 2 --prompt-tokens 4"
+        assert_refused(run(command), "status 422: " + _REFUSED.decode(), code=1)
+        refused = run(f"{command} --no-ignore-eos")
+        assert "a server that takes no token ids needs --tokenizer" in refused.output
+        done = run(f"{command} --no-ignore-eos --tokenizer {tmp_path} --json")
+    assert done.exit_code == 0, done.output
+    assert all(isinstance(each, str) for each in prompts[2:])
+    assert len(prompts) == 5
 
 
 def test_ctrl_c_prints_what_was_measured():
