@@ -401,7 +401,8 @@ class _TagReader:
 
 
 _HEADS = (_CHANNEL, "to=", _START)
-_TO_FUNCTION = re.compile(r"\bto=functions\.")
+# Models leave out "functions." at times; the others are tools of their own, and no calls.
+_TO_FUNCTION = re.compile(r"\bto=(?!(?:python|browser|container|assistant|all)\b)\w")
 
 
 @final

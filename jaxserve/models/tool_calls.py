@@ -272,6 +272,7 @@ HARMONY = ToolFormat(
         "<|start|>assistant<|channel|>commentary to=functions.",
         "<|channel|>analysis to=functions.",
         "<|start|>assistant<|channel|>analysis to=functions.",
+        "<|channel|>commentary to=",
         "<|start|>assistant to=functions.",
         "to=functions.",
     ),

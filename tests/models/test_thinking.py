@@ -117,6 +117,13 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
     (
         thinking.HARMONY,
         "open",
+        "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>",
+        "",
+        "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>",
+    ),
+    (
+        thinking.HARMONY,
+        "open",
         "<|channel|>analysis to=python code<|message|>1 + 1<|end|>",
         "1 + 1",
         "",
