@@ -51,7 +51,7 @@ class Tools:
         self.variables = dict(variables or {})
         _check(given, choice)
         self.is_given = given is not None and choice != "none"
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         template = tokenizer.tool_template or tokenizer.chat_template or ""
         self._form = format_of(template)
         self._writes_tools = "tools" in template
@@ -78,7 +78,7 @@ class Tools:
         return grammar_of(
             self._form,
             self._callable,
-            self._tokenizer.added_token_id,
+            self.tokenizer.added_token_id,
             may_be_several=self._may_be_several,
             answer=answer,
         )
@@ -110,7 +110,7 @@ class Tools:
         messages, given = self.as_said(messages), self._given
         if self.is_given and not self._writes_tools:
             messages, given = tool_calls.with_instruction(self._form, messages, self._tools), None
-        return self._tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=given,
@@ -125,7 +125,7 @@ class Tools:
     ) -> list[int] | None:
         """Return the tokens after an answer; see `Tokenizer.chat_continuation`."""
         given = self._given if self._writes_tools else None
-        return self._tokenizer.chat_continuation(
+        return self.tokenizer.chat_continuation(
             asked, answer, new, tools=given, variables=self.variables
         )
 
@@ -145,7 +145,7 @@ class Tools:
     def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose calls are in the form that the chat template reads."""
         has_calls = any("tool_calls" in message for message in messages)
-        if has_calls and not self._tokenizer.takes_text_arguments(has_tools=self.is_given):
+        if has_calls and not self.tokenizer.takes_text_arguments(has_tools=self.is_given):
             return _with_objects(messages)
         return _with_arguments(messages, lambda text: text or "{}")
 

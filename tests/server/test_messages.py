@@ -218,7 +218,7 @@ def test_thinking_is_a_block(is_shown: bool):
 
     def answer() -> MessagesAnswer:
         tools = Tools(None, None, None, tokenizer)
-        return MessagesAnswer(body, SamplingParams(max_tokens=9), tools, NAME, tokenizer)
+        return MessagesAnswer(body, SamplingParams(max_tokens=9), tools, NAME)
 
     whole = answer().reply(COMPLETION).model_dump()
     thought = {"type": "thinking", "thinking": "hm so" if is_shown else "", "signature": ""}

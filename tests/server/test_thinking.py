@@ -59,7 +59,7 @@ def _chat(tools: Any = None) -> ChatAnswer:
     body = ChatRequest.model_validate({**asked, **({"tools": tools} if tools else {})})
     tokenizer = byte_level(chat_template=_EACH)
     given = Tools(body.tools, None, None, tokenizer)
-    return ChatAnswer(body, SamplingParams(), given, "m", tokenizer)
+    return ChatAnswer(body, SamplingParams(), given, "m")
 
 
 def _data(events: bytes) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def test_scores_are_those_of_the_content(separates):
     )
 
     def answer() -> ChatAnswer:
-        return ChatAnswer(body, params, Tools(None, None, None, tokenizer), "m", tokenizer)
+        return ChatAnswer(body, params, Tools(None, None, None, tokenizer), "m")
 
     sample = Sample(
         text="ok \n",
@@ -146,9 +146,7 @@ def test_scores_are_those_of_the_content(separates):
 def _response() -> ResponseAnswer:
     body = ResponseRequest.model_validate({"input": "q"})
     tokenizer = byte_level(chat_template=_EACH)
-    return ResponseAnswer(
-        body, SamplingParams(), Tools(None, None, None, tokenizer), "m", tokenizer
-    )
+    return ResponseAnswer(body, SamplingParams(), Tools(None, None, None, tokenizer), "m")
 
 
 def test_a_response_has_an_item_of_its_reasoning():

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
-from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
@@ -192,7 +191,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
     )
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer, variables)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = ChatAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = ChatAnswer(body, params, tools, adapter or backend.options.model_name)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
     check_num_samples(params.n, backend)
@@ -266,14 +265,13 @@ class ChatAnswer:
     params: SamplingParams
     tools: Tools
     model: str
-    tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl")
         self.created = now_s()
         self.answered = [self.tools.reader() for _ in range(self.params.n)]
         num_scored = 0 if self.params.logprobs is None else self.params.n
-        self.scores = [ContentScores(self.tokenizer, self.params) for _ in range(num_scored)]
+        self.scores = [ContentScores(self.tools.tokenizer, self.params) for _ in range(num_scored)]
 
     @property
     def service_tier(self) -> Literal["default"] | None:
@@ -300,7 +298,7 @@ class ChatAnswer:
             ),
             prompt_logprobs=None
             if completion.prompt_logprobs is None
-            else LogprobFormatter(self.tokenizer, after=()).of_prompt(
+            else LogprobFormatter(self.tools.tokenizer, after=()).of_prompt(
                 completion.prompt_logprobs, prompt
             ),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,

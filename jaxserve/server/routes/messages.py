@@ -471,7 +471,7 @@ async def answer_messages(
     tokenizer = need_tokenizer(backend.ready_service())
     tools = _tools(body, tokenizer, backend)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = MessagesAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = MessagesAnswer(body, params, tools, adapter or backend.options.model_name)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, params))
     if not body.stream:
         return await replied(http, exchange, answer)
@@ -645,7 +645,6 @@ class MessagesAnswer:
     params: SamplingParams
     tools: Tools
     model: str
-    tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
         self.id = new_id("msg")
@@ -716,9 +715,9 @@ class MessagesAnswer:
         if not stops:
             return None
         last = token_ids[-_MAX_CHARACTER_TOKENS * max(map(len, stops)) - 1 :]
-        text = self.tokenizer.decode(last, False)
+        text = self.tools.tokenizer.decode(last, False)
         # Of a character that the last token completes, the tokens before it are U+FFFD.
-        num_before = len(self.tokenizer.decode(last[:-1], False).rstrip("\ufffd"))
+        num_before = len(self.tools.tokenizer.decode(last[:-1], False).rstrip("\ufffd"))
         places = {
             stop: at
             for stop in stops

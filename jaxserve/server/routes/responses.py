@@ -506,7 +506,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
     )
     tools = _tools(body, tokenizer, variables)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = ResponseAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = ResponseAnswer(body, params, tools, adapter or backend.options.model_name)
     if answer.conversation_id is not None:
         turn = TurnExchange(
             backend,
@@ -601,7 +601,6 @@ class ResponseAnswer:
     params: SamplingParams
     tools: Tools
     model: str
-    tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
         self.id = new_id("resp")
@@ -611,7 +610,7 @@ class ResponseAnswer:
         self._numbers = itertools.count()
         self._num_output = self._num_reasoning = self._num_cached = 0
         self._answered = self.tools.reader()
-        self._scores = ContentScores(self.tokenizer, self.params)
+        self._scores = ContentScores(self.tools.tokenizer, self.params)
         self._output = OutputItems(self.event)
 
     @property
