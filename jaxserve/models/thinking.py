@@ -127,6 +127,7 @@ COMMAND = ThinkingFormat(
     answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+_CALL_END = "<|call|>"
 HARMONY = ThinkingFormat(
     (f"{_START}assistant",),
     (f"{_CHANNEL}final{_MESSAGE}",),
@@ -134,7 +135,7 @@ HARMONY = ThinkingFormat(
     first=f"{_CHANNEL}analysis{_MESSAGE}",
     head=f"{_START}assistant",
     bridge=f"{_START}assistant{_CHANNEL}final{_MESSAGE}",
-    controls=(_START, _CHANNEL, _MESSAGE, _END, "<|constrain|>", "<|call|>"),
+    controls=(_START, _CHANNEL, _MESSAGE, _END, "<|constrain|>", _CALL_END),
 )
 
 # What a family's chat template contains; the first row of which it has all texts counts.
@@ -492,7 +493,7 @@ class _HarmonyReader:
             at, end = min(ends)
             self._add(self._buffer[:at])
             if self._kind == "call" and end == _END:
-                self._text[1].append(_END)
+                self._text[1].append(_CALL_END)  # as the reader of calls knows it
             self._buffer = self._buffer[at + (len(end) if end == _END else 0) :]
             self._is_head = True
             return True

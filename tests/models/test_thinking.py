@@ -95,6 +95,13 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
     ),
     (thinking.HARMONY, "open", f"{_ANALYSIS}{_FINAL}c", "a", "c"),
     (thinking.HARMONY, "open", f"{_FINAL}c", "", "c"),
+    (
+        thinking.HARMONY,
+        "open",
+        f"{_CALL}{{}}<|end|><|start|>assistant{_FINAL}c",
+        "",
+        f"{_CALL}{{}}<|call|>c",
+    ),
     (thinking.HARMONY, "closed", "c <|channel|>", "", "c <|channel|>"),
     (thinking.HARMONY, "open", "to be", "", "to be"),
     (thinking.HARMONY, "open", "<|channel|>analysis<|message|>a<|end", "a<|end", ""),
