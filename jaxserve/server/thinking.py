@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -16,6 +17,8 @@ from jaxserve.server.schema import MAX_INT32, JsonObject, Strict
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # The names that templates have for a switch of thinking.
 _SWITCHES = ("enable_thinking", "thinking")
+# Where a template refuses other efforts, as Mistral's since 2026 do.
+_EFFORTS = re.compile(r"reasoning_effort not in \[([^\]]*)\]")
 
 
 class ThinkingFields(Strict):
@@ -73,10 +76,22 @@ def template_variables(
         thinks = effort != "none" if enable_thinking is None else enable_thinking
         found |= {name: thinks for name in _SWITCHES if name in names}
         if effort is not None and "reasoning_effort" in names:
-            found["reasoning_effort"] = effort
+            template = tokenizer.tool_template if has_tools else None
+            found["reasoning_effort"] = _nearest(effort, template or tokenizer.chat_template or "")
     if given is not None:
         try:
             found |= checked_kwargs(given)
         except InvalidSamplingParamsError as error:
             raise invalid(str(error), "chat_template_kwargs") from None
     return found
+
+
+def _nearest(effort: Effort, template: str) -> str:
+    """Return an effort, or that of the template's that is nearest; only "none" becomes "none"."""
+    listed = _EFFORTS.search(template)
+    allowed = re.findall(r"""['"](\w+)['"]""", listed[1]) if listed else []
+    order = get_args(Effort)
+    known = [each for each in order if each in allowed and (each == "none") == (effort == "none")]
+    if not known:
+        return effort
+    return min(known, key=lambda each: abs(order.index(each) - order.index(effort)))

@@ -48,6 +48,7 @@ COMPLETION = Completion(
     ),
     timing=Timing(arrival_s=0.0),
 )
+_TWO_EFFORTS = "{% if reasoning_effort not in ['none', 'high'] %}{% endif %}"
 _EACH = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }};{% endfor %}"
 
 
@@ -220,6 +221,9 @@ def test_reasoning_in_the_history_reaches_the_template(name):
         ("{{ enable_thinking }}", {"effort": "low"}, {"enable_thinking": True}),
         ("{{ thinking }}", {"enable_thinking": True}, {"thinking": True}),
         ("{{ reasoning_effort }}", {"effort": "high"}, {"reasoning_effort": "high"}),
+        # mistral-common 1.11.7's v15.jinja raises for any other effort.
+        (_TWO_EFFORTS, {"effort": "low"}, {"reasoning_effort": "high"}),
+        (_TWO_EFFORTS, {"effort": "none"}, {"reasoning_effort": "none"}),
         ("{{ messages }}", {"effort": "high", "enable_thinking": False}, {}),
         (
             "{{ enable_thinking }}",
