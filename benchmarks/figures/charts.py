@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.render import name
-from benchmarks.figures.results import Place, bound_name, by_policy, is_quantised
+from benchmarks.figures.results import Place, by_policy, is_quantised
 from jaxserve.report.style import BLUE, GREEN, INK, OCHRE, ORANGE, PINK, SKY, STYLE
 
 COLOURS = {
@@ -154,7 +154,7 @@ def peers(result: Place) -> Figure:
     bound = result.number("bound", "output_tokens_per_s")
     axes.axvline(bound, color=INK, linestyle="--", linewidth=1)
     axes.annotate(
-        f"{bound_name(result)}: {bound:.0f}",
+        f"roofline: {bound:.0f}",
         (bound, 0),
         (0, -4),
         xycoords=("data", "axes fraction"),
@@ -203,23 +203,6 @@ def _policy_charts(result: Place) -> dict[str, Chart]:
     has_split = all("latency_split_s" in figures for _, figures in result.items("policies"))
     predicts = result.get("arguments").get("predictor") and has_split
     return {"": policies, **({"_split": latency_split} if predicts else {})}
-
-
-def simulate(result: Place) -> Figure:
-    """Draw predicted over measured throughput, with one point for each policy."""
-    figure = canvas(4, 4)
-    axes: Any = figure.subplots()
-    measured, predicted = (
-        [run.spread(kind, "output_tokens_per_s").median for run in result.each("policies.*")]
-        for kind in ("measured", "predicted")
-    )
-    axes.axline((0, 0), slope=1, color=INK, linewidth=1, linestyle="--")
-    axes.scatter(measured, predicted, color=BLUE, s=18, zorder=3)
-    most = 1.08 * max([*measured, *predicted, 1.0])
-    axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured")
-    axes.set_title("output tokens a second, predicted")
-    axes.set_aspect("equal")
-    return figure
 
 
 # ---- latency over load ----
@@ -416,13 +399,11 @@ def _systems(figure: int, result: Place) -> Figure:
             title = f"{point['model']}, {point['num_devices']} {point['cluster']}, {point['task']}"
             groups.setdefault(title, []).append(point)
     picture, plots = grid(9, 0.8, len(groups), _BAR_COLUMNS, 1.9)
-    for axes, (title, own) in zip(plots, groups.items(), strict=False):
+    for axes, (title, own) in fill(plots, list(groups.items())):
         values = {name: [p["per_s_of"].get(name) for p in own] for name in names}
         bounds = ["none" if p["bound_s"] is None else f"{p['bound_s']:.1f}" for p in own]
         _grouped(axes, bounds, values, _SYSTEM_COLOURS)
         axes.set_title(title)
-    for axes in plots[len(groups) :]:
-        axes.set_axis_off()
     picture.supxlabel("latency bound, s", fontsize=9)
     return _answers_a_second(picture, plots[0], len(names))
 
@@ -592,7 +573,6 @@ _CHARTS: dict[str, Callable[[Place], Mapping[str, Chart]]] = {
     "policies": _policy_charts,
     "online": lambda _: {"": load_curves},
     "conversations": _conversation_charts,
-    "simulate": lambda _: {"": simulate},
     "pensieve": lambda _: {"": _panels},
     "flover": lambda _: {"_4": _constant, "_5": _poisson, "_6": _uniform, "_7": _progress},
     "exegpt": lambda _: {

@@ -160,11 +160,6 @@ class Place:
         return ".".join(map(str, keys))
 
 
-def bound_name(result: Place) -> str:
-    """Return the name of an offline result's bound; earlier results timed the products alone."""
-    return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
-
-
 def is_quantised(result: Place) -> bool:
     """Return whether an offline result has weights in few bits."""
     return result.data.get("quantize") is not None

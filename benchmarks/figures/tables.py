@@ -26,7 +26,7 @@ from benchmarks.figures.render import (
     table,
     where,
 )
-from benchmarks.figures.results import Place, ResultFileError, bound_name, is_quantised
+from benchmarks.figures.results import Place, ResultFileError, is_quantised
 
 # Throughput that adapters are to keep, of that without any.
 _LEAST_ADAPTED = 0.8
@@ -66,7 +66,7 @@ def _offline_workload(row: Place) -> str:
 def _reached(row: Place) -> str:
     if is_quantised(row):  # the bound is that of weights in the model's dtype
         return ""
-    return f"{row.number('bound', 'reached'):.0%} of {bound_name(row)}"
+    return show_in("{bound[reached]:.0%} of roofline", row)
 
 
 def peers(result: Place) -> str:

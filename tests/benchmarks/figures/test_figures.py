@@ -30,7 +30,7 @@ def test_every_kind_is_written(tmp_path):
     """Pages and figures of every kind are written; a second run changes nothing; links resolve."""
     checkout = write_checkout(tmp_path, KINDS)
     written = {path.relative_to(checkout).as_posix() for path in update(checkout, write=True)}
-    names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
+    names = [f"{kind}_made_up" for kind in ("policies", "online")]
     names += ["offline_made_up_peers"]
     names += [f"flover_made_up_{number}" for number in range(4, 8)]
     names += [f"exegpt_made_up_{number}" for number in (6, 7, 8, 11)]
@@ -53,7 +53,7 @@ def test_every_kind_is_written(tmp_path):
 
     svg = {figure: (checkout / figure).read_text() for figure in figures}
     assert "flover without shuffle" in svg["docs/figures/flover_made_up_6.svg"]
-    for words in ("a peer", "jaxserve", ">321<", "matrix products alone: 400"):
+    for words in ("a peer", "jaxserve", ">321<", "roofline: 400"):
         assert words in svg["docs/figures/offline_made_up_peers.svg"]
     assert all(len(text) < 60_000 for text in svg.values())
 
@@ -183,7 +183,7 @@ def test_tables_show_medians_and_ranges(tmp_path):
     assert simulated is not None and "| +3.0% (+2.0% to +10.0%) |" in simulated[0]
     text = render("docs/results/throughput.md", found, checkout)
     link = "(../../benchmarks/results/offline_made_up.json)"
-    assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
+    assert f"| one run | [132]{link} | 75% of roofline | 1.0% |" in text
     assert f"| warm | [2.0]{link.replace('offline', 'startup')} s (1.0 to 3.0) |" in text
     assert "| 3 loaded, 4 compiled | 0.80 GB |" in text
     compiled = link.replace("offline", "compile_times")
@@ -277,7 +277,7 @@ def test_weights_in_few_bits_have_no_bound_of_dense_ones(tmp_path):
     assert "| 160 (150 to 165), 2.00 times |" in text
     assert "fast: 0.50 times its speed and fast at 4 of them: 0.50 times its speed" in text
     svg = (checkout / "docs" / "figures" / "offline_made_up_peers.svg").read_text()
-    assert "matrix products alone" not in svg
+    assert "roofline" not in svg
 
 
 def test_same_results_give_the_same_bytes(checkout):
