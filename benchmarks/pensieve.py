@@ -20,13 +20,12 @@ from benchmarks.common.counters import of_simulation
 from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import ModelShape, RooflineCost
+from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from benchmarks.common.sweep import Curve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.planning import simulate
-from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload.conversations import Talk, Talks, sample
 
@@ -36,14 +35,6 @@ PAGE_TOKENS = 32
 REACTION_S = 60.0
 KV_BYTES = 40e9  # of each GPU
 HOST_BYTES = 220e9  # for each GPU
-# NVIDIA A100 80 GB (SXM): data sheet; one direction of NVLink and of PCIe 4.0 x16.
-A100 = DeviceRoofs(
-    flops=312e12,
-    memory_bytes_per_s=2.039e12,
-    link_bytes_per_s=31.5e9,
-    memory_bytes=80e9,
-    peer_bytes_per_s=300e9,
-)
 
 
 @final

@@ -18,12 +18,11 @@ from benchmarks.common.counters import average_batch
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import ModelShape, RooflineCost
+from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from benchmarks.common.workloads import is_tested_on
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import Simulation, simulate
-from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
@@ -33,10 +32,8 @@ from jaxserve.workload.items import with_arrivals
 # Tokens of the longest sequence, which ORCA reserves for each.
 MAX_CONTEXT = 2048
 PAGE_TOKENS = 16
-# NVIDIA A100 80 GB (SXM): data sheet; PCIe 4.0 x8 as in section 4.
-A100 = DeviceRoofs(
-    flops=312e12, memory_bytes_per_s=2.039e12, link_bytes_per_s=15.75e9, memory_bytes=80e9
-)
+# Section 4 has PCIe 4.0 x8.
+_GPU = replace(A100, link_bytes_per_s=15.75e9)
 # Table 1, as printed.
 MODELS = {
     "GPT-J": ModelShape(num_params=6e9, num_layers=28, hidden_size=5120),
@@ -66,11 +63,11 @@ PAPER = {
 def machines() -> Iterator[tuple[str, RooflineCost]]:
     """Yield name and step costs of every model on its GPUs."""
     for name, model in MODELS.items():
-        yield name, RooflineCost(model=model, roofs=A100, page_tokens=PAGE_TOKENS)
+        yield name, RooflineCost(model=model, roofs=_GPU, page_tokens=PAGE_TOKENS)
     for count in NUM_GPUS:
         yield (
             f"GPT3, {count} GPUs",
-            RooflineCost(model=GPT3, roofs=A100, page_tokens=PAGE_TOKENS, num_stages=count),
+            RooflineCost(model=GPT3, roofs=_GPU, page_tokens=PAGE_TOKENS, num_stages=count),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +20,10 @@ from tqdm import tqdm
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import ModelShape, RooflineCost
+from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import simulate
-from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
@@ -36,12 +36,10 @@ POLICIES = (
 BASELINE = "vllm_like"
 # Share of the pages that all slots need on average.
 POOLS = {"tight": 0.15, "middle": 0.4, "ample": 1.0}
-# Llama 3 8B in bfloat16 on an A100 80 GB (SXM, data sheet) with a PCIe 4.0 x16 link.
+# Llama 3 8B in bfloat16, copies at the speed that PCIe 4.0 x16 reaches.
 COST = RooflineCost(
     model=ModelShape(num_params=8e9, num_layers=32, hidden_size=4096, group_size=4),
-    roofs=DeviceRoofs(
-        flops=312e12, memory_bytes_per_s=2.039e12, link_bytes_per_s=25e9, memory_bytes=80e9
-    ),
+    roofs=replace(A100, link_bytes_per_s=25e9),
     page_tokens=32,
 )
 _MAX_CONTEXT, _MAX_OUTPUT, _NUM_PRIOR = 2048, 1024, 2000
