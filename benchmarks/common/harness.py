@@ -188,6 +188,18 @@ def whole_numbers(text: str, option: str) -> list[int]:
     return numbers(text, option, int)
 
 
+def sizes_of(text: str, option: str, example: str) -> list[int]:
+    """Return an option's whole numbers, joined by "x" and as many as the example has.
+
+    Raises:
+      InvalidConfigError: the text has anything else.
+    """
+    parts = text.split("x")
+    if len(parts) != example.count("x") + 1 or not all(map(str.isdecimal, parts)):
+        raise InvalidConfigError(f"{option} {text!r}: pass whole numbers, as {example}")
+    return [int(part) for part in parts]
+
+
 def some_of(text: str, option: str, known: Iterable[str]) -> list[str]:
     """Return an option's names, separated by commas.
 

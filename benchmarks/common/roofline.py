@@ -31,9 +31,27 @@ class Machine:
     flops_per_s: float
     bytes_per_s: float
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """The rates that `measure_gpu` returns, as results of GPUs have them."""
+        return {
+            "copy_bytes_per_s": self.bytes_per_s,
+            "product_flops_per_s": self.flops_per_s,
+        }
+
     def step_s(self, *, flops: float, num_bytes: float) -> float:
         """Return the least seconds of a step with this amount of work."""
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
+
+
+def of_bound(seconds: float, bound_s: float, *, num_bytes: float) -> dict[str, float]:
+    """Return the figures of a call that every table of kernels has."""
+    return {
+        "seconds": seconds,
+        "bound_s": bound_s,
+        "of_bound": bound_s / seconds,
+        "bytes_per_s": num_bytes / seconds,
+    }
 
 
 @final

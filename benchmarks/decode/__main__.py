@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
+from benchmarks.common.harness import Benchmark, Record, option, sizes_of, whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from jaxserve.core.errors import InvalidConfigError
 
 # Tokens of the answers in a trace, which has every kernel of every step.
 _TRACED_TOKENS = 64
@@ -34,7 +33,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     sizes = whole_numbers(options.batches, "--batches")
     traced = whole_numbers(options.trace, "--trace") if options.trace else []
-    prefills = _prefills_from(options.prefill)
+    prefills = [
+        sizes_of(each, "--prefill", "8x4096") for each in options.prefill.split(",") if each
+    ]
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
     length = options.prompt_tokens + options.output_tokens
     record = Record.of(
@@ -50,10 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     # Before the runtime takes the memory.
     machine = roofline.measure_gpu(dtype)
-    record.result["machine"] = {
-        "copy_bytes_per_s": machine.bytes_per_s,
-        "product_flops_per_s": machine.flops_per_s,
-    }
+    record.result["machine"] = machine.figures
     with ExitStack() as stack:
         model, load = options.model, "auto"
         if model in SHAPES:
@@ -88,16 +86,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
     record.save()
     return record.result
-
-
-def _prefills_from(text: str) -> list[tuple[int, int]]:
-    try:
-        pairs = [tuple(map(int, each.split("x"))) for each in text.split(",") if each]
-        return [(count, tokens) for count, tokens in pairs]
-    except ValueError:
-        raise InvalidConfigError(
-            f"--prefill {text}: give COUNTxTOKENS, separated by commas, such as 8x4096"
-        ) from None
 
 
 OPTIONS = (

@@ -14,16 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-from benchmarks.common.shapes import SHAPES
+from benchmarks.common.roofline import kv_token_bytes, layer_weights
+from benchmarks.common.shapes import SHAPES, hf_config
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.families.llama import LlamaConfig
 
 _GATE = Path(__file__).parents[2] / "scripts" / "kernel_gate.json"
 # Steps of `kernel_gate.json`, by their largest batch.
 _STEPS = MappingProxyType({64: "Llama 3 8B, unrolled", 256: "Llama 3 8B, unrolled, 256 slots"})
 PAGES = MappingProxyType({None: "", "float8_e4m3fn": ", float8_e4m3fn pages"})
 _WEIGHT_BYTES = 2
-# Bytes of a number in pages, and of a token's scale in a head.
-_PAGE_BYTES = MappingProxyType({None: (2, 0), "float8_e4m3fn": (1, 4), "int8": (1, 4)})
 _LOGIT_BYTES = 4
 
 
@@ -110,9 +110,8 @@ def predict(
         + product_s(embed, 2 * mlp)
         + product_s(mlp, embed)
     )
-    number_bytes, scale_bytes = _PAGE_BYTES[kv_dtype]
     attention_s = kernel_s(
-        batch * context * 2 * kv_heads * (head_dim * number_bytes + scale_bytes),
+        batch * context * kv_token_bytes(kv_heads, head_dim, kv_dtype or "bfloat16"),
         4.0 * batch * context * heads * head_dim,
     )
     # Logits are written by the product, and read by the sampler.
@@ -130,13 +129,12 @@ def fits(
     model: str, device: Device, *, batch: int, context: float, kv_dtype: str | None = None
 ) -> bool:
     """Return whether the weights, and the pages of all sequences, fit in the device's memory."""
-    embed, mlp, layers, heads, kv_heads, vocab = SHAPES[model]
-    head_dim = embed // heads
-    a_layer = embed * ((heads + 2 * kv_heads) * head_dim + heads * head_dim + 3 * mlp)
-    weights = layers * a_layer + 2 * embed * vocab
-    number_bytes, scale_bytes = _PAGE_BYTES[kv_dtype]
-    token_bytes = layers * 2 * kv_heads * (head_dim * number_bytes + scale_bytes)
-    return _WEIGHT_BYTES * weights + batch * context * token_bytes <= device.memory_bytes
+    config = LlamaConfig.from_hf(hf_config(model))
+    layers, vocab = config.num_layers, config.hidden_size * config.vocab_size
+    weights = layers * layer_weights(config) + 2 * vocab
+    token_bytes = kv_token_bytes(config.num_kv_heads, config.head_dim, kv_dtype or "bfloat16")
+    held = batch * context * layers * token_bytes
+    return _WEIGHT_BYTES * weights + held <= device.memory_bytes
 
 
 def counted(batch: int, kv_dtype: str | None = None) -> Launches:

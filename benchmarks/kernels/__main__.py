@@ -17,10 +17,18 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks.common.harness import Benchmark, Record, option
-from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
+from benchmarks.common.roofline import Machine, measure_gpu, of_bound
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_move, measure_product
-from benchmarks.kernels.timing import OTHERS, SHAPES, Attention, chosen, num_layers, time_chain
+from benchmarks.kernels.timing import (
+    OTHERS,
+    SHAPES,
+    Attention,
+    chosen,
+    kv_bytes,
+    num_layers,
+    time_chain,
+)
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.kernels import dispatch
@@ -45,10 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         products=[],
     )
     machine = measure_gpu(dtype)
-    record.result["machine"] = {
-        "copy_bytes_per_s": machine.bytes_per_s,
-        "product_flops_per_s": machine.flops_per_s,
-    }
+    record.result["machine"] = machine.figures
     with tqdm([*shapes, *others], desc="timing kernels", delay=2, leave=False) as bar:
         for each in bar:
             if isinstance(each, AttentionShape):
@@ -75,7 +80,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     num_bytes, flops = _work(shape, dtype, page_dtype)
-    layers = num_layers(_kv_bytes(shape, page_dtype))
+    layers = num_layers(shape, page_dtype)
     attention = Attention.of(shape, dtype, page_dtype, layers, options.attention)
     own_s = attention.seconds()
     bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
@@ -84,10 +89,7 @@ def _measure(
         "rows": len(shape.rows),
         "longest_query": max(queries for queries, _ in shape.rows),
         "shortest_context": min(context for _, context in shape.rows),
-        "seconds": own_s,
-        "bound_s": bound_s,
-        "of_bound": bound_s / own_s,
-        "bytes_per_s": num_bytes / own_s,
+        **of_bound(own_s, bound_s, num_bytes=num_bytes),
         "of_copy": num_bytes / own_s / machine.bytes_per_s,
         "flops_per_s": flops / own_s,
         "error": attention.error(),
@@ -109,16 +111,11 @@ def _parts(shape: AttentionShape) -> list[AttentionShape]:
     return [replace(shape, rows=rows) for rows in kinds if rows]
 
 
-def _kv_bytes(shape: AttentionShape, page_dtype: jnp.dtype) -> int:
-    token_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, page_dtype)
-    return sum(context for _, context in shape.rows) * token_bytes
-
-
 def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tuple[int, int]:
     queries = sum(queries for queries, _ in shape.rows)
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
     each = shape.num_heads * shape.head_dim
-    return _kv_bytes(shape, page_dtype) + 2 * queries * each * dtype.itemsize, 4 * pairs * each
+    return kv_bytes(shape, page_dtype) + 2 * queries * each * dtype.itemsize, 4 * pairs * each
 
 
 OPTIONS = (

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common.roofline import Machine
+from benchmarks.common.roofline import Machine, of_bound
 from benchmarks.common.timing import seconds
 from benchmarks.kernels.timing import CACHE_BYTES, CALLS, relative_error
 from jaxserve.kernels import RowsAt, matmul
@@ -27,8 +25,6 @@ from jaxserve.kernels.quantised_matmul.shapes import FORMATS
 from jaxserve.kernels.quantised_matmul.shapes import Configuration as Product
 from jaxserve.kernels.quantised_matmul.shapes import make_inputs as make_product_inputs
 
-_CALLS = 20
-_REPEATS = 9
 # Sets of weights that calls use in turns, so that no cache of the device has them.
 _WEIGHTS = 4
 
@@ -48,10 +44,7 @@ def measure_move(configuration: Write | Copy | Cell | Fused, bytes_per_s: float)
     own_s, bound_s = seconds(configuration, None), num_bytes / bytes_per_s
     return {
         "shape": str(configuration),
-        "seconds": own_s,
-        "bound_s": bound_s,
-        "of_bound": bound_s / own_s,
-        "bytes_per_s": num_bytes / own_s,
+        **of_bound(own_s, bound_s, num_bytes=num_bytes),
         "xla_s": seconds(configuration, "xla"),
     }
 
@@ -59,18 +52,13 @@ def measure_move(configuration: Write | Copy | Cell | Fused, bytes_per_s: float)
 def _fused_seconds(configuration: Fused, implementation: str | None) -> float:
     function, _ = configuration.call()
     inputs = make_fused_inputs(configuration, seed=0)
-    weights = [jnp.copy(inputs.pop("weight"))]
-    weights += [jnp.copy(weights[0]) for _ in range(_WEIGHTS - 1)]
+    x = inputs.pop("x")
+    given = [{**inputs, "weight": jnp.copy(inputs["weight"])} for _ in range(_WEIGHTS)]
 
-    def chain(weights: list[jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
-        x = inputs["x"]
-        for i in range(_CALLS):
-            given = {**inputs, "x": x, "weight": weights[i % _WEIGHTS]}
-            out = function(**given, implementation=implementation)
-            x = x + out[:, :1] * jnp.asarray(1e-6, x.dtype)
-        return weights, x
+    def product(x: jax.Array, given: dict[str, Any]) -> jax.Array:
+        return function(x=x, **given, implementation=implementation)
 
-    return _chain_seconds(chain, weights, inputs)
+    return _product_seconds(product, x, given)
 
 
 def _write_seconds(configuration: Write, implementation: str | None) -> float:
@@ -81,7 +69,7 @@ def _write_seconds(configuration: Write, implementation: str | None) -> float:
 
     def chain(cache: dict[str, jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
         queries = []
-        for i in range(_CALLS):
+        for i in range(CALLS):
             q, *written = function(
                 **{**inputs, **cache}, layer=i % layers, implementation=implementation
             )
@@ -97,7 +85,7 @@ def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
     shape = configuration.shape
     # Other pages at every call, so that no cache of the device has them.
     order = np.random.default_rng(0).permutation(shape.num_pages)
-    places = np.resize(order, (_CALLS, 2 * shape.count)).astype(np.int32)
+    places = np.resize(order, (CALLS, 2 * shape.count)).astype(np.int32)
     source, target = jnp.asarray(places[:, : shape.count]), jnp.asarray(places[:, shape.count :])
     pages = jnp.zeros(shape.array, shape.dtype)
     values = jnp.ones((shape.layers, shape.count, *shape.page), shape.dtype)
@@ -136,18 +124,17 @@ def _cell_seconds(configuration: Cell, implementation: str | None) -> float:
     def chain(state: jax.Array, calls: list[dict[str, Any]]) -> tuple[Any, Any]:
         return state, [function(**call, implementation=implementation) for call in calls]
 
-    return _chain_seconds(chain, jnp.zeros(()), [turned(number) for number in range(_CALLS)])
+    return _chain_seconds(chain, jnp.zeros(()), [turned(number) for number in range(CALLS)])
 
 
 def _chain_seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:
-    compiled = jax.jit(chain, donate_argnums=0)
-    times = []
-    for _ in range(_REPEATS + 1):
-        begin_s = time.perf_counter()
-        state, rest = compiled(state, arguments)
-        jax.block_until_ready((state, rest))
-        times.append(time.perf_counter() - begin_s)
-    return median(times[1:]) / _CALLS
+    compiled, held = jax.jit(chain, donate_argnums=0), [state]
+
+    def call() -> tuple[Any, Any]:
+        held[0], rest = compiled(held[0], arguments)
+        return held[0], rest
+
+    return seconds(call) / CALLS
 
 
 # The most weights that calls take in turn, so that no cache of the device has the next one.
@@ -179,10 +166,7 @@ def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
     return {
         "shape": str(configuration),
         "tokens": shape.tokens,
-        "seconds": own_s,
-        "bound_s": bound_s,
-        "of_bound": bound_s / own_s,
-        "bytes_per_s": num_bytes / own_s,
+        **of_bound(own_s, bound_s, num_bytes=num_bytes),
         "flops_per_s": flops / own_s,
         "error": error,
         "xla_s": xla_s,

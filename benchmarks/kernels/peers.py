@@ -449,8 +449,7 @@ def figures(
 def _timed(
     peer: Peer, shape: AttentionShape, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-    layers = num_layers(sum(context for _, context in shape.rows) * token_bytes)
+    layers = num_layers(shape, str(dtype).removeprefix("torch."))
     with torch.inference_mode():
         case = Case.of(shape, page_size=peer.page_size, layers=layers, device=device, dtype=dtype)
         attend = peer.prepare(case)

@@ -23,6 +23,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.kernels import Rows, paged_attention
 from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
 
+# Of SmolLM2-135M.
+_HEADS = dict(num_heads=9, num_kv_heads=3, head_dim=64, page_size=32)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
 
 
@@ -40,10 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _measure(options: argparse.Namespace, context: int) -> Figures:
     shape = AttentionShape(
         name=f"{options.batch}x{options.queries}_of_{context}",
-        num_heads=options.heads,
-        num_kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        page_size=options.page_size,
+        **_HEADS,
         rows=((options.queries, context),) * options.batch,
     )
     inputs = make_inputs(shape, 0, layers=1)
@@ -104,10 +103,6 @@ OPTIONS = (
     option("--batch", 32, "rows"),
     option("--queries", 8, "of each row, at the end of its context"),
     option("--contexts", "128,256,512,1024,2048,4096", "tokens of a row"),
-    option("--heads", 9, "of queries"),
-    option("--kv-heads", 3, "of keys and values"),
-    option("--head-dim", 64, "of a head"),
-    option("--page-size", 32, "tokens of a page"),
     repeats("way", 9),
 )
 main = Benchmark(__doc__, run, OPTIONS, "scattered")

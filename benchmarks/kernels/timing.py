@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.common.timing import seconds
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.kernels import Rows, paged_attention, quantize
@@ -37,7 +38,7 @@ SHAPES = {
     "mixed": GPU_MIXED_SHAPES,
     "small": BENCHMARK_SHAPES,
 }
-MOVES = {
+OTHERS = {
     "write": write_shapes.CONFIGURATIONS,
     "copy": copy_shapes.CONFIGURATIONS,
     "cell": cell_shapes.CONFIGURATIONS,
@@ -47,12 +48,9 @@ MOVES = {
         *copy_shapes.SMALL_CONFIGURATIONS,
         *cell_shapes.SMALL_CONFIGURATIONS,
     ),
-}
-PRODUCTS = {
     "product": product_shapes.CONFIGURATIONS,
     "small_products": product_shapes.SMALL_CONFIGURATIONS,
 }
-OTHERS = {**MOVES, **PRODUCTS}
 
 
 def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[Any]]:
@@ -92,9 +90,15 @@ _CHAINS = 4
 _ROWS_COMPARED = 4
 
 
-def num_layers(kv_bytes: int) -> int:
-    """Return how many layers of `kv_bytes` bytes each make every call find its pages cold."""
-    return max(1, min(MAX_LAYERS, -(-CACHE_BYTES // kv_bytes)))
+def kv_bytes(shape: AttentionShape, dtype: jax.typing.DTypeLike) -> int:
+    """Return the bytes of keys and values that a call reads, scales included."""
+    token_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
+    return sum(context for _, context in shape.rows) * token_bytes
+
+
+def num_layers(shape: AttentionShape, dtype: jax.typing.DTypeLike) -> int:
+    """Return how many layers make every call find its pages cold."""
+    return max(1, min(MAX_LAYERS, -(-CACHE_BYTES // kv_bytes(shape, dtype))))
 
 
 def scattered(contexts: np.ndarray, page_size: int, *, first: int = 0) -> tuple[np.ndarray, int]:

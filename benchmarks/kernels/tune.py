@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Benchmark, Record, option, reason
-from benchmarks.common.roofline import kv_token_bytes
+from benchmarks.common.harness import Benchmark, Record, option, reason, sizes_of
 from benchmarks.kernels.timing import Attention, num_layers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.kernels.paged_attention.shapes import AttentionShape
@@ -70,7 +69,7 @@ class WrongTilesError(JaxserveError):
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    kv_heads, group, head_dim = _heads_from(options.heads)
+    kv_heads, group, head_dim = sizes_of(options.heads, "--heads", "8x4x128")
     device, dtype = jax.devices()[0], jnp.dtype("bfloat16")
     if device.platform != "gpu":
         raise InvalidConfigError("tiles are tuned on the GPU that they are for; there is none here")
@@ -84,8 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     def tuned(entry: Entry, values: Values, shapes: Sequence[AttentionShape]) -> Entry:
         given = []
         for shape in shapes:
-            kv_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
-            layers = num_layers(kv_bytes * sum(context for _, context in shape.rows))
+            layers = num_layers(shape, dtype)
             given.append(Attention.of(shape, dtype, dtype, layers, options.kind))
 
         def tiled(entry: Entry) -> list[Attention]:
@@ -191,16 +189,6 @@ def _with(entry: Entry, place: tuple[str, ...], value: int) -> Entry:
         inner = inner[name]
     inner[place[-1]] = value
     return changed
-
-
-def _heads_from(text: str) -> tuple[int, int, int]:
-    try:
-        kv_heads, group, head_dim = map(int, text.split("x"))
-    except ValueError:
-        raise InvalidConfigError(
-            f"--heads {text}: give KV_HEADSxGROUPxHEAD_DIM, such as 8x4x128"
-        ) from None
-    return kv_heads, group, head_dim
 
 
 OPTIONS = (

@@ -61,4 +61,4 @@ def test_batches_are_whole_numbers(batches):
 def test_prompts_without_a_length_are_refused(capsys):
     """The prompts are refused before a model is made."""
     assert main(["--prefill", "4096"]) == 2
-    assert "COUNTxTOKENS" in capsys.readouterr().err
+    assert "--prefill '4096': pass whole numbers, as 8x4096" in capsys.readouterr().err

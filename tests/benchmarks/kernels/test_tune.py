@@ -101,5 +101,5 @@ def test_tiles_are_tuned_on_a_gpu_only(capsys, table):
     assert main(["--heads", "8x4x128"]) == 2
     assert "there is none here" in capsys.readouterr().err
     assert main(["--heads", "8x4"]) == 2
-    assert "KV_HEADSxGROUPxHEAD_DIM" in capsys.readouterr().err
+    assert "--heads '8x4': pass whole numbers, as 8x4x128" in capsys.readouterr().err
     assert not table.exists()
