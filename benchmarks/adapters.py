@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.common import workloads
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.policies import policy_options
 from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.errors import InvalidConfigError
@@ -39,10 +39,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             f"--adapters {options.adapters}: pass numbers of at least 0, one of them above 0"
         )
     with Runtimes(options) as open_runtimes:
-        policy = parse_policies(options.policies)[0]
-        plain = open_runtimes.open(policy)
+        plain = open_runtimes.open()
         adapted = open_runtimes.open(
-            policy,
             max_adapters=max(counts),
             max_adapter_rank=options.rank,
             adapter_dtype=options.adapter_dtype,
@@ -64,14 +62,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             return answered(plain if way == _WITHOUT else adapted, prompts, params)[0]
 
         found = take_turns((_WITHOUT, *map(str, counts)), options.repeats, play)
-    rates = {way: [each["tokens_per_s"] for each in runs] for way, runs in found.items()}
     return {
         "load_s": statistics.median(load_s),
         "without": summary(found[_WITHOUT]),
         "cases": [
             {
                 "num_adapters": count,
-                "share_of_throughput": ratio(rates[str(count)], rates[_WITHOUT]),
+                "share_of_throughput": ratio(found, "tokens_per_s", str(count), _WITHOUT),
                 **summary(found[str(count)]),
             }
             for count in counts

@@ -8,10 +8,8 @@ process in one checkout, then in the other. Run it alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +17,9 @@ from typing import Any, final
 
 from tqdm import tqdm
 
-from benchmarks.common import processes
-from benchmarks.common.environment import ROOT
 from benchmarks.common.harness import Benchmark, option, some_of
+from benchmarks.common.processes import HERE, OTHER, checkouts, result_of
 from benchmarks.common.repeats import Figures, in_turns, ratio, repeats, summary
-from jaxserve.core.errors import InvalidConfigError
-
-HERE, OTHER = "here", "against"
-_LIMIT_S = 1800.0
 
 
 @final
@@ -85,39 +78,30 @@ MEASUREMENTS = {
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if not (options.checkout / "jaxserve").is_dir():
-        raise InvalidConfigError(f"{options.checkout} has no jaxserve; give a checkout")
     names = some_of(options.only or ",".join(MEASUREMENTS), "--only", MEASUREMENTS)
-    checkouts = {HERE: ROOT, OTHER: options.checkout.resolve()}
+    both = checkouts(options.checkout)
     found: dict[str, dict[str, list[Figures]]] = {}
-    turns = [(name, *turn) for turn in in_turns(list(checkouts), options.repeats) for name in names]
+    turns = [(name, *turn) for turn in in_turns(list(both), options.repeats) for name in names]
     # One measurement's runs in both checkouts are next to each other.
     turns.sort(key=lambda turn: (turn[1], names.index(turn[0])))
     for name, _, checkout in tqdm(turns, desc="baseline", unit="run", leave=False, delay=2):
-        figures = _measure(MEASUREMENTS[name], checkouts[checkout])
+        measurement = MEASUREMENTS[name]
+        command = f"-m benchmarks.{measurement.command}".split()
+        figures = measurement.figures(result_of(*command, checkout=both[checkout]))
         found.setdefault(name, {}).setdefault(checkout, []).append(figures)
     return {
         "measurements": {
             name: {
-                **{checkout: summary(runs) for checkout, runs in both.items()},
+                **{checkout: summary(own) for checkout, own in runs.items()},
                 "ratios": {
-                    figure: ratio(*([run[figure] for run in runs] for runs in both.values()))
-                    for figure in both[HERE][0]
-                    if figure in both[OTHER][0]
+                    figure: ratio(runs, figure, HERE, OTHER)
+                    for figure in runs[HERE][0]
+                    if figure in runs[OTHER][0]
                 },
             }
-            for name, both in found.items()
+            for name, runs in found.items()
         }
     }
-
-
-def _measure(measurement: Measurement, checkout: Path) -> Figures:
-    command = [sys.executable, "-m", *f"benchmarks.{measurement.command}".split()]
-    with tempfile.TemporaryDirectory() as folder:
-        # `python -m` imports from the working directory first.
-        command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", *command]
-        output, _ = processes.run(command, Path(folder, "log"), _LIMIT_S)
-    return measurement.figures(json.loads(output.splitlines()[-1]))
 
 
 OPTIONS = (

@@ -66,12 +66,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for way in _WAYS:
                 play(way)  # what is made at the first use
             found = take_turns(_WAYS, options.repeats, play)
-    rates = {way: [each["texts_per_s"] for each in runs] for way, runs in found.items()}
     own, other = (vectors[way] for way in _WAYS)
     return {
         "num_tokens": int(lengths.sum()),
         "largest_difference": float(abs(own - other).max()),
-        "times_transformers": ratio(rates["jaxserve"], rates["transformers"]),
+        "times_transformers": ratio(found, "texts_per_s", *_WAYS),
         **{way: summary(found[way]) for way in _WAYS},
     }
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from tqdm import tqdm
-
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
@@ -23,7 +21,7 @@ from benchmarks.common.policies import (
     parse_policies,
     policy_options,
 )
-from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.repeats import Figures, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
@@ -81,37 +79,33 @@ class SectionVI:
         names = self._names
         shuffles = list(dict.fromkeys([*names, WITHOUT_SHUFFLE.name]))
         lengths = [(round(SHORTEST * num_tokens), round(b * num_tokens)) for b in LONGEST]
-        windows = {self._window(ms).name: ms for ms in self._windows}
-        num_runs = len(names) * (len(counts) + len(POISSON_MS)) + len(shuffles) * len(lengths)
-        total = self._options.repeats * (num_runs + len(windows))
-        with tqdm(total=total, desc="section VI", unit="run") as self._bar:
-            parts: dict[str, list[Figures]] = {
-                "constant": [
-                    {**point, "num_requests": count}
-                    for count in counts
-                    for point in self._points(names, self._items(count), constant, count == most)
-                ],
-                "poisson": [
-                    {**point, "paper_ms": ms, "mean_interval_s": self.seconds(ms)}
-                    for ms in POISSON_MS
-                    for point in self._points(
-                        names, self._items(most), f"poisson:{1 / self.seconds(ms)}"
-                    )
-                ],
-                "uniform": [
-                    {**point, "shortest": shortest, "longest": longest}
-                    for shortest, longest in lengths
-                    for point in self._points(
-                        shuffles, self._items(most, shortest, longest), constant
-                    )
-                ],
-            }
-            others = self._points(list(windows), self._items(most), constant, keeps_timeline=True)
-            parts["windows"] = [
-                {**point, "paper_ms": ms, "window_s": self.seconds(ms)}
-                for point, ms in zip(others, windows.values(), strict=True)
-            ]
-            return parts
+        windows = {
+            self._window(ms).name: {"paper_ms": ms, "window_s": self.seconds(ms)}
+            for ms in self._windows
+        }
+        return {
+            "constant": [
+                {**point, "num_requests": count}
+                for count in counts
+                for point in self._points(names, self._items(count), constant, count == most)
+            ],
+            "poisson": [
+                {**point, "paper_ms": ms, "mean_interval_s": self.seconds(ms)}
+                for ms in POISSON_MS
+                for point in self._points(
+                    names, self._items(most), f"poisson:{1 / self.seconds(ms)}"
+                )
+            ],
+            "uniform": [
+                {**point, "shortest": shortest, "longest": longest}
+                for shortest, longest in lengths
+                for point in self._points(shuffles, self._items(most, shortest, longest), constant)
+            ],
+            "windows": [
+                {**point, **windows[point["policy"]]}
+                for point in self._points(list(windows), self._items(most), constant, True)
+            ],
+        }
 
     def _points(
         self,
@@ -127,20 +121,18 @@ class SectionVI:
             had its first token, and ended.
         """
         arriving = with_arrivals(items, pattern, self._options.seed)
-        runs: dict[str, list[Figures]] = {name: [] for name in names}
-        timelines: dict[str, list[list[Figures]]] = {name: [] for name in names}
-        for _, name in in_turns(names, self._options.repeats):
+
+        def play(name: str) -> tuple[Figures, list[Completion]]:
             figures, done = measure(self._runtimes[name], arriving, label=name)
-            runs[name].append({**figures, "overlap": overlap(done)})
-            timelines[name].append(timeline(done))
-            self._bar.update()
+            return {**figures, "overlap": overlap(done)}, done
+
+        at = f"{len(items)} requests, {pattern}"
         points = []
-        for name, own in runs.items():
-            point = {"policy": name, **summary(own)}
+        for name, runs in take_turns(names, self._options.repeats, play, at=at).items():
+            points.append({"policy": name, **summary([figures for figures, _ in runs])})
             if keeps_timeline:
-                walls = [run["wall_s"] for run in own]
-                point["requests"] = timelines[name][walls.index(statistics.median_low(walls))]
-            points.append(point)
+                ordered = sorted(runs, key=lambda run: run[0]["wall_s"])
+                points[-1]["requests"] = timeline(ordered[(len(runs) - 1) // 2][1])
         return points
 
     def _items(

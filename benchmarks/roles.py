@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.repeats import Figures, repeats, summary, take_turns
+from benchmarks.common.serving import raise_error
 from jaxserve.core.metrics import spread
 from jaxserve.engine.answers import Piece
 from jaxserve.workload import WorkloadItem, random_items
@@ -89,9 +90,7 @@ def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[Figures, list[
         submitted.append(fleet.submit(prompt, item.params(), on_piece=sink(at_s)))
     done = [pending.result() for pending in submitted]
     wall_s = time.perf_counter() - begin_s
-    for completion in done:
-        if completion.error is not None:
-            raise completion.error
+    raise_error(done)
     after = fleet.stats()
     return {
         "wall_s": wall_s,

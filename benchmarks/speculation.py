@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import workloads
 from benchmarks.common.harness import Benchmark, nothing_failed, option, some_of, whole_numbers
-from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.policies import policy_options
 from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, answered
 from benchmarks.offline.peers.compare import Peer, named
@@ -120,21 +120,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     peers = _peers(options)
     cases, answers = [], {}
     with Runtimes(options) as open_runtimes:
-        policy = parse_policies(options.policies)[0]
         runtimes = {
-            _WITHOUT: open_runtimes.open(policy),
-            _LOOKUP: open_runtimes.open(policy, speculation=_LOOKUP),
+            _WITHOUT: open_runtimes.open(),
+            _LOOKUP: open_runtimes.open(speculation=_LOOKUP),
         }
         if options.draft_model is not None:
             drafting = {"speculation": _DRAFT, "draft_model": options.draft_model}
-            runtimes[_DRAFT] = open_runtimes.open(policy, **drafting)
+            runtimes[_DRAFT] = open_runtimes.open(**drafting)
         tokenizer = open_runtimes.tokenizer
         items = workloads.items(options, runtimes[_WITHOUT])
         texts = [tokenizer.decode(item.prompt_token_ids) for item in items]
         for kind in kinds:
             prompts = prompts_of(kind, texts, options.seed)
             for count in counts:
-                print(f"{kind}, {count} requests", file=sys.stderr)
                 cases.append(_case(runtimes, kind, prompts[:count], options))
             if peers and kind in compared_kinds:
                 answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
@@ -158,13 +156,13 @@ def _case(
         share = num_right / num_computed if num_computed else 0.0
         return {**figures, "num_draft_tokens": num_computed, "accepted_share": share}
 
-    found = take_turns(tuple(runtimes), options.repeats, play)
-    rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
+    at = f"{kind}, {len(prompts)} requests"
+    found = take_turns(tuple(runtimes), options.repeats, play, at=at)
     return {
         "kind": kind,
         "num_requests": len(prompts),
         "is_faster_by": {
-            way: ratio(rates[way], rates[_WITHOUT]) for way in runtimes if way != _WITHOUT
+            way: ratio(found, "tokens_per_s", way, _WITHOUT) for way in runtimes if way != _WITHOUT
         },
         "most_by_lookup": statistics.mean(most),
         "num_answers": len(answers[_WITHOUT]),

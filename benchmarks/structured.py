@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import workloads
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.policies import parse_policies, policy_options
-from benchmarks.common.repeats import Figures, ratios, repeats, summary
+from benchmarks.common.policies import policy_options
+from benchmarks.common.repeats import Figures, ratios, repeats, summary, take_turns
 from benchmarks.common.serving import Runtimes, answered
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
@@ -46,20 +46,23 @@ SCHEMAS: tuple[dict[str, Any], ...] = tuple(
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[Figures]] = {"with": [], "without": []}
     with Runtimes(options) as open_runtimes:
-        rt = open_runtimes.open(parse_policies(options.policies)[0])
+        rt = open_runtimes.open()
         items = workloads.items(options, rt)
         begin_s = time.perf_counter()
         _played(rt, items, _constrained(options, len(items)))
         first_s = time.perf_counter() - begin_s  # grammars are compiled, the vocabulary is read
-        for repeat in range(options.repeats):
-            print(f"run {repeat + 1} of {options.repeats}", file=sys.stderr)
-            figures, lengths = _played(rt, items, _constrained(options, len(items)))
-            found["with"].append(figures)
-            figures, _ = _played(rt, items, [_free(options, max(1, each)) for each in lengths])
-            found["without"].append(figures)
-    share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in ("with", "without")))
+        lengths: list[int] = []
+
+        def play(way: str) -> Figures:
+            params = [_free(options, max(1, each)) for each in lengths]
+            if way == "with":
+                params = _constrained(options, len(items))
+            figures, lengths[:] = _played(rt, items, params)
+            return figures
+
+        found = take_turns(("with", "without"), options.repeats, play)
+    share = ratios(*([run["tokens_per_s"] for run in runs] for runs in found.values()))
     return {
         "first_run_s": first_s,
         **{name: summary(runs) for name, runs in found.items()},

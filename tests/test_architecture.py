@@ -87,10 +87,8 @@ MAY_REACH = {
     "jaxserve/cli/serve.py _exit": "os._exit, too",
     "jaxserve/cli/app.py _exit": "os._exit, too",
 }
-_RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {
     "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
-    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
     "tests/runtime/test_waiting.py _exit": "os._exit, which ends a forked child",
 }
@@ -103,7 +101,7 @@ TESTS_MAY_PATCH = {
     "tests/benchmarks/kernels/test_kernels.py default_backend": "a peer's kernel without its GPU",
     "tests/benchmarks/kernels/test_peers.py chosen": "peers that are installed nowhere",
     "tests/benchmarks/kernels/test_tune.py TUNED": "a file of the test's own",
-    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
+    "tests/benchmarks/offline/test_peers.py run": "runs of a peer that are made up",
     "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
     "tests/docs/pages.py REGISTERED_MODELS": "names of the pages are folders of tiny models",
     "tests/docs/pages.py parse": "what a page uses is compiled, not all that a user might",

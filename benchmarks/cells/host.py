@@ -24,8 +24,8 @@ from benchmarks.cells.applications import (
     simulated,
 )
 from benchmarks.cells.contenders import OURS, batch_sizes_of
-from benchmarks.common.harness import Benchmark, Record, option
-from benchmarks.common.repeats import in_turns, repeats, summary
+from benchmarks.common.harness import Benchmark, option
+from benchmarks.common.repeats import Figures, repeats, summary, take_turns
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.engine import CellEngine
@@ -45,7 +45,6 @@ _PARTS = ("unfolding_s", "serving_s", "scheduling_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    record = Record.of("cells_host", options, points=[])
     sizes = SIZES[options.size]
     requests: dict[str, list[CellRequest]] = {}
     for application in APPLICATIONS:
@@ -53,14 +52,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         requests[application] = requests_of(
             application, lengths, vocab_size=sizes.vocab_size, seed=options.seed
         )
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in APPLICATIONS}
-    for _, application in in_turns(list(APPLICATIONS), options.repeats):
+
+    def play(application: str) -> Figures:
         model = simulated(application, batch_sizes_of(OURS, sizes))
-        runs[application].append(measure(model, requests[application]))
-    for application, own in runs.items():
-        record.result["points"].append({"application": application, **summary(own)})
-    record.save()
-    return record.result
+        return measure(model, requests[application])
+
+    runs = take_turns(APPLICATIONS, options.repeats, play)
+    return {
+        "points": [{"application": name, **summary(own)} for name, own in runs.items()],
+    }
 
 
 def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, float]:
@@ -199,7 +199,7 @@ OPTIONS = (
     option("--seed", 0, "of lengths, trees and tokens"),
     repeats("application"),
 )
-main = Benchmark(__doc__, run, OPTIONS, "cells_host", has_budget=True)
+main = Benchmark(__doc__, run, OPTIONS, "cells_host")
 
 
 if __name__ == "__main__":

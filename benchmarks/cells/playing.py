@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from benchmarks.cells.applications import CellRequest, Simulated
+from benchmarks.common.serving import raise_error
 from jaxserve.cells.simulation import TaskCost
 from jaxserve.core.metrics import spread
 
@@ -205,9 +206,7 @@ def serve_all(
             time.sleep(left_s if left_s < _SPIN_S else left_s - _SPIN_S)
         pending.append(rt.submit(request))
     done = [one.result() for one in pending]
-    for completion in done:
-        if completion.error is not None:
-            raise completion.error
+    raise_error(done)
     served = [
         Served(at_s, one.begin_s - begin_s, one.end_s - begin_s)
         for at_s, one in zip(arrivals, _served(done), strict=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from jaxserve.core.request import Completion
     from jaxserve.engine.recorder import StepRecord
     from jaxserve.planning import Simulation
 
@@ -29,6 +32,12 @@ def counters_of(stats: Any) -> dict[str, float]:
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """Return the counters of the time between two states, and the current sizes."""
     return {name: v if name in _SIZES else v - before[name] for name, v in now.items()}
+
+
+def spent_s(done: Iterable[Completion]) -> np.ndarray:
+    """Return the seconds of each completion from its admission to its end."""
+    timings = [each.timing for each in done]
+    return np.array([(one.finished_s or 0.0) - (one.admitted_s or 0.0) for one in timings])
 
 
 def average_batch(steps: Sequence[StepRecord]) -> float:

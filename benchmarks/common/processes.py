@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TypeVar, final
+from typing import IO, Any, TypeVar, final
 
 from benchmarks.common.environment import ROOT
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -57,16 +58,59 @@ def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) 
         raise PeerError(f"{' '.join(command[:6])} ... ended with status {status}")
 
 
-def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
+HERE, OTHER = "here", "against"
+
+
+def checkouts(other: Path | None) -> dict[str, Path]:
+    """Return this checkout, and another one if given.
+
+    Raises:
+      InvalidConfigError: the other folder is not a checkout.
+    """
+    if other is None:
+        return {HERE: ROOT}
+    if not (other / "jaxserve").is_dir():
+        raise InvalidConfigError(f"the folder {other} has no jaxserve; give a checkout")
+    return {HERE: ROOT, OTHER: other.resolve()}
+
+
+def result_of(*arguments: str, checkout: Path = ROOT, env: Mapping[str, str] | None = None) -> Any:
+    """Run `python ARGUMENTS` in a checkout, and return the object on the last line it prints.
+
+    Args:
+      env: all environment variables except PYTHONPATH; by default those of this process.
+
+    Raises:
+      PeerError: it ended with an error, or printed no result.
+    """
+    command = [sys.executable, *arguments]
+    env = {**(os.environ if env is None else env), "PYTHONPATH": str(checkout)}
+    with group(command, subprocess.PIPE, STDERR, env, checkout) as process:
+        printed = process.communicate()[0].decode()
+    if process.returncode:
+        raise PeerError(f"python {' '.join(arguments[:2])} ended with status {process.returncode}")
+    return _last_object(printed)
+
+
+def _last_object(printed: str) -> Any:
+    try:
+        return json.loads(printed.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise PeerError("printed no result") from error
+
+
+def run(command: Sequence[str], log: Path, limit_s: float) -> dict[str, Any]:
     """Run a command to its end.
 
     Its stderr goes to `log`; the last lines of the log are printed if the command fails.
 
     Returns:
-      What it printed on stdout, and the peak of the resident bytes of all its processes together.
+      The object on the last line that it printed, with `peak_bytes`: the peak of the resident bytes
+        of all its processes together.
 
     Raises:
-      PeerError: the command ended with an error, or did not end within `limit_s` seconds.
+      PeerError: the command ended with an error, did not end within `limit_s` seconds, or printed
+        no result.
     """
     output = log.with_suffix(".out")
     with (
@@ -82,7 +126,7 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         print(*lines[-SHOWN_LINES:], sep="\n", file=sys.stderr)
         raise PeerError(f"ended with status {status}: {lines[-1] if lines else 'without a word'}")
-    return output.read_text(encoding="utf-8"), peak_bytes
+    return {**_last_object(output.read_text(encoding="utf-8")), "peak_bytes": peak_bytes}
 
 
 def _wait(process: subprocess.Popen, limit_s: float) -> int:
@@ -120,6 +164,7 @@ def group(
     stdout: IO | int,
     stderr: IO | int,
     env: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
 ) -> Iterator[subprocess.Popen]:
     """Run the command as the leader of a process group, and end the whole group on exit.
 
@@ -128,7 +173,7 @@ def group(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

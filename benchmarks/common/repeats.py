@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from benchmarks.common.harness import Option, check_repeats, option
 
+T = TypeVar("T")
 Figures = dict[str, Any]
 
 REPEATS = 3
@@ -50,12 +51,17 @@ def repeats(what: str, default: int = REPEATS) -> Option:
 
 
 def take_turns(
-    names: Sequence[str], repeats: int, play: Callable[[str], Figures]
-) -> dict[str, list[Figures]]:
-    """Return the figures of each contender's runs, with the contenders in turns."""
-    runs: dict[str, list[Figures]] = {name: [] for name in names}
+    names: Sequence[str], repeats: int, play: Callable[[str], T], *, at: str = ""
+) -> dict[str, list[T]]:
+    """Return what each contender's runs give, with the contenders in turns.
+
+    Args:
+      at: where they run, such as a rate, for the line on stderr before each run.
+    """
+    runs: dict[str, list[T]] = {name: [] for name in names}
     for number, name in in_turns(names, repeats):
-        print(f"run {number + 1} of {repeats}: {name}", file=sys.stderr)
+        label = f"{name}, {at}" if at else name
+        print(f"run {number + 1} of {repeats}: {label}", file=sys.stderr)
         runs[name].append(play(name))
     return runs
 
@@ -89,9 +95,11 @@ def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(own, other, strict=False)]
 
 
-def ratio(own: Sequence[float], other: Sequence[float]) -> Figures:
-    """Return the median and the range of `ratios`."""
-    spread = Spread.of(ratios(own, other))
+def ratio(
+    runs: Mapping[str, Sequence[Figures]], figure: str, own: str, other: str
+) -> dict[str, Any]:
+    """Return the median and the range of a figure of one contender over that of another."""
+    spread = Spread.of(ratios(*([run[figure] for run in runs[name]] for name in (own, other))))
     return {"median": spread.median, "range": [spread.low, spread.high]}
 
 

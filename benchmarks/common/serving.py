@@ -6,7 +6,7 @@ import argparse
 import heapq
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from tqdm import tqdm
 
 from benchmarks.common.counters import average_batch, counters_of, since
-from benchmarks.common.policies import load_predictor
+from benchmarks.common.policies import load_predictor, parse_policies
 from benchmarks.common.repeats import Figures
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
@@ -107,6 +107,7 @@ class Runtimes:
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
+        self._policy = parse_policies(options.policies)[0]
         self.predictor = load_predictor(options)
         self._model = load_model(
             options.model,
@@ -128,10 +129,13 @@ class Runtimes:
         """The model's tokenizer."""
         return self._model.tokenizer
 
-    def open(self, policy: Policy, *, max_slots: int | None = None, **settings: Any) -> Runtime:
+    def open(
+        self, policy: Policy | None = None, *, max_slots: int | None = None, **settings: Any
+    ) -> Runtime:
         """Return a runtime with the policy and a page pool as large as that of the other runtimes.
 
         Args:
+          policy: by default the first of `--policies`.
           max_slots: most sequences at once, instead of the options' value.
           settings: more options of the runtime, see `RuntimeOptions`. A runtime with another page
             size or count is not compared with the rest.
@@ -144,6 +148,7 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
+        policy = policy or self._policy
         is_alike = not settings.keys() & {"kv_memory", "page_size"}
         settings = {"warmup": "full", **self._settings, **settings}
         if max_slots is not None:
@@ -200,9 +205,7 @@ def measure(
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     done, wall_s = replay(rt, items, label=label, follow_up=follow_up)
     time.sleep(_SETTLING_S)
-    for completion in done:
-        if completion.error is not None:
-            raise completion.error
+    raise_error(done)
     steps = [step for step in rt.report().steps if step.submitted_s >= begin_s]
     return {
         **summarise(done, wall_s),
@@ -212,6 +215,13 @@ def measure(
             "max_pages_owned": max((step.pages_owned for step in steps), default=0),
         },
     }, done
+
+
+def raise_error(done: Iterable[Any]) -> None:
+    """Raise the error of the first completion that has one."""
+    for completion in done:
+        if completion.error is not None:
+            raise completion.error
 
 
 def answered(

@@ -25,8 +25,6 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.workload.conversations import Talk, Talks, sample
 
 if TYPE_CHECKING:
-    from jaxserve.core.config import EngineConfig
-    from jaxserve.planning import StepTimes
     from jaxserve.runtime import Runtime
 
 STATELESS = "vllm_like"
@@ -42,7 +40,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     # A simulation is deterministic: one run is enough.
     num_repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
-        play: Play = _Simulator(runtimes, policies) if options.simulated else _device(runtimes)
+        play: Play = _simulator(runtimes) if options.simulated else _device(runtimes)
         sets = [
             _sweep(
                 options, num_repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s
@@ -82,9 +80,7 @@ def _sweep(
             rate=rate,
         )
         num_turns = sum(len(talk.turns) for talk in talks)
-        label = f"{name}, {rate:.3g} conversations/s"
-        print(label, file=sys.stderr)
-        return play(policies[name], talks, label)
+        return play(policies[name], talks, f"{name}, {rate:.3g} conversations/s")
 
     curves = sweep.play_every(at, list(policies), rates, repeats=num_repeats)
     served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
@@ -117,29 +113,21 @@ def _device(runtimes: Runtimes) -> Play:
     return play
 
 
-class _Simulator:
-    def __init__(self, runtimes: Runtimes, policies: dict[str, Policy]):
-        with closing(runtimes.open(next(iter(policies.values())))) as rt:
-            self._config: EngineConfig = rt.config
-            self._times: StepTimes = rt.measure_step_times(rounds=1)
+def _simulator(runtimes: Runtimes) -> Play:
+    from jaxserve.planning import simulate
 
-    def __call__(self, policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
-        from jaxserve.planning import simulate
+    with closing(runtimes.open()) as rt:
+        config, times = rt.config, rt.measure_step_times(rounds=1)
 
+    def play(policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
         client = Talks(talks)
-        simulation = simulate(
-            client.items,
-            policy,
-            self._config,
-            self._times,
-            follow_up=client.follow_up,
-            chunk_cost=self._times.chunk_cost(),
-            label=label,
+        follow_up, cost = client.follow_up, times.chunk_cost()
+        done = simulate(
+            client.items, policy, config, times, follow_up=follow_up, chunk_cost=cost, label=label
         )
-        return {
-            **summarise(simulation.completions, simulation.wall_s),
-            **of_simulation(simulation),
-        }
+        return {**summarise(done.completions, done.wall_s), **of_simulation(done)}
+
+    return play
 
 
 OPTIONS = (

@@ -171,7 +171,6 @@ def described(choice: SearchResult) -> dict[str, Any]:
         "degree": schedule.layout.degree,
         "num_sharded_devices": schedule.layout.num_sharded_devices,
         **{name: getattr(schedule, name) for name in _SIZES},
-        "memory_gb": float(estimates.memory_bytes) / 1e9,
         "search_s": choice.elapsed_s,
         "evaluated_share": choice.num_evaluated / choice.num_points,
     }

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from benchmarks.common import workloads
+from benchmarks.common.counters import spent_s
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.repeats import repeats
 from benchmarks.common.serving import Runtimes, measure
@@ -62,27 +63,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _latency_s(done: Completion) -> float:
-    return (done.timing.finished_s or 0.0) - (done.timing.admitted_s or 0.0)
-
-
 def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
     """Return throughput, and latencies from admission to end."""
-    spent = [_latency_s(each) for each in done if not each.error]
+    spent = spent_s(each for each in done if not each.error)
     return {
         "answers_per_s": len(spent) / wall_s,
         "tokens_per_s": sum(len(s.token_ids) for each in done for s in each.samples) / wall_s,
         "p99_s": float(np.quantile(spent, LEVEL)),
-        "latencies_s": sorted(spent),
+        "latencies_s": sorted(spent.tolist()),
     }
 
 
 def missed_of(done: Sequence[Completion], bound_s: float, longest: int) -> dict[str, float]:
     """Return the share of answers longer than `longest`, and the late share of the rest."""
-    others = [_latency_s(each) > bound_s for each in done if len(each.token_ids) <= longest]
+    others = spent_s(each for each in done if len(each.token_ids) <= longest)
     return {
         "longer_share": 1 - len(others) / len(done),
-        "missed_share": sum(others) / max(1, len(others)),
+        "missed_share": int(np.sum(others > bound_s)) / max(1, len(others)),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from benchmarks.common.counters import spent_s
 from benchmarks.exegpt.baselines import Served, whole_layout
 from benchmarks.exegpt.step_cost import (
     LayerStepCost,
@@ -169,13 +170,12 @@ def played_policy(
         progress=False,
     )
     timings = [completion.timing for completion in simulation.completions]
-    admitted = np.array([timing.admitted_s or 0.0 for timing in timings])
     ended = np.array([timing.finished_s or 0.0 for timing in timings])
     counted = slice(num_filling, num_filling + num_counted)
     ends = np.sort(ended)[counted]
     return Played(
         throughput=(len(ends) - 1) / (ends[-1] - ends[0]),
-        latency_s=(ended - admitted)[counted] + drain_s,
+        latency_s=spent_s(simulation.completions)[counted] + drain_s,
         num_tokens=np.array([i.num_output_tokens or 0 for i in items])[counted] - num_extra,
         num_preemptions=sum(timing.num_preemptions for timing in timings),
     )

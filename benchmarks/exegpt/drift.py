@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.common.counters import spent_s
 from benchmarks.common.harness import Benchmark, numbers, option, some_of
 from benchmarks.exegpt.baselines import StaticBatches
 from benchmarks.exegpt.discrete import or_none, policy_of
@@ -182,9 +183,9 @@ class _Engines:
             pilot=pilot,
             progress=False,
         )
-        timings = [completion.timing for completion in simulation.completions]
-        admitted = np.array([timing.admitted_s or 0.0 for timing in timings])
-        spent = np.array([timing.finished_s or 0.0 for timing in timings]) - admitted
+        done = simulation.completions
+        admitted = np.array([each.timing.admitted_s or 0.0 for each in done])
+        spent = spent_s(done)
         first, last = len(lengths) - num_after, len(lengths) - max(1, num_after // 8)
         return {
             name: {
@@ -205,8 +206,6 @@ def _schedule(plan: SchedulePlan) -> dict[str, Any]:
         "encode_batch": plan.schedule.encode_batch,
         "num_decodes": plan.schedule.num_decodes,
         "expected_per_s": plan.answers_per_s,
-        "expected_latency_s": plan.latency_s,
-        "keeps_bound": plan.keeps_bounds,
     }
 
 

@@ -207,7 +207,6 @@ def _changed_rows(
                     "left_alone_per_s": float(left_alone.throughput[0]),
                     "left_alone_latency_s": float(left_alone.latency_s[0]),
                     "left_alone_same_length_s": float(same.latency_s[0]),
-                    "left_alone_fits": bool(left_alone.fits[0]),
                     "planned_per_s": anew and float(anew.estimates.throughput[0]),
                     "planned_latency_s": anew and float(anew.estimates.latency_s[0]),
                 }

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.common.counters import spent_s
 from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.repeats import Figures, repeats, summary
-from benchmarks.common.serving import replay
+from benchmarks.common.serving import raise_error, replay
 from jaxserve.cli.opening import device_groups
 from jaxserve.core.metrics import spread
 from jaxserve.core.request import Completion
@@ -179,14 +180,9 @@ class _Session:
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:
-    spent, first = [], []
-    for completion in done:
-        if completion.error is not None:
-            raise completion.error
-        timing = completion.timing
-        spent.append((timing.finished_s or 0.0) - (timing.admitted_s or 0.0))
-        first.append(timing.time_to_first_token_s or 0.0)
-    latencies, firsts = spread(spent), spread(first)
+    raise_error(done)
+    latencies = spread(spent_s(done).tolist())
+    firsts = spread([each.timing.time_to_first_token_s or 0.0 for each in done])
     assert latencies is not None and firsts is not None
     tokens = sum(len(each.token_ids) for each in done)
     figures = (tokens / wall_s, latencies["p50"], latencies["p99"], firsts["p50"])

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from benchmarks.common import workloads
-from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.harness import Benchmark, option, whole_numbers
+from benchmarks.common.policies import policy_options
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import Runtimes
@@ -55,11 +55,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             f"--compare: servers get the weights of a GGUF file, and --model {options.model} has "
             "none; pass a registered name or such a file"
         )
-    most = max(options.connections)
+    counts = whole_numbers(options.connections, "--connections")
+    most = max(counts)
     if options.num_requests is None and not workloads.is_recorded(options):
         options.num_requests = most
     with Runtimes(options) as open_runtimes:
-        rt = open_runtimes.open(parse_policies(options.policies)[0])
+        rt = open_runtimes.open()
         items = workloads.items(options, rt)
         serving = ServerOptions(
             model_name="model",
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 ways[name] = completions_of(address, "model", peers[name].fields)
             contest = _Contest(ways, DistinctPrompts(items), rt, servers.failed)
             contest.turn(items[:2], [0.0] * len(items[:2]))  # the first requests are slow
-            points = [_point(contest, items, count, options) for count in options.connections]
+            points = [_point(contest, items, count, options) for count in counts]
     return {
         "points": points,
         "peers": {
@@ -214,12 +215,6 @@ def _figures(seen: Sequence[TimedAnswer], arrivals_s: Sequence[float]) -> Figure
     }
 
 
-def _counts(text: str) -> list[int]:
-    if not all(each.isdecimal() and int(each) > 0 for each in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,64")
-    return [int(each) for each in text.split(",")]
-
-
 def _peer(text: str) -> tuple[str, tuple[str, str]]:
     """Return a server's name, and its address and model, for argparse."""
     name, _, rest = text.partition("=")
@@ -234,7 +229,7 @@ def _peer(text: str) -> tuple[str, tuple[str, str]]:
 
 
 OPTIONS = (
-    option("--connections", "1,64,1000", "numbers of requests, each on its connection", _counts),
+    option("--connections", "1,64,1000", "numbers of requests, each on its connection"),
     option("--compare", "", f"servers to install, start and measure, too: {','.join(PEERS)}"),
     option(
         "--peer",

@@ -18,12 +18,13 @@ import numpy as np
 from benchmarks.common import workloads
 from benchmarks.common.counters import counters_of, since
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.policies import parse_policies, policy_options
+from benchmarks.common.policies import policy_options
 from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
-from benchmarks.common.serving import Runtimes, answered
+from benchmarks.common.serving import Runtimes, answered, raise_error
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ class Requests:
         done = rt.generate(
             [self.prompts[i] for i in chosen], [self.params[i] for i in chosen], progress=False
         )
+        raise_error(done)
         num_pairs = 0
         for i, each in zip(chosen, done, strict=True):
-            if each.error is not None:
-                raise each.error
             num_pairs += i in self.first
             before = self.first.setdefault(i, each)
             if (before.token_ids, before.logprobs) != (each.token_ids, each.logprobs):
@@ -88,24 +88,22 @@ class Requests:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.pairs < 1:
         raise InvalidConfigError(f"--pairs is {options.pairs}; it must be at least 1")
-    policy = parse_policies(options.policies)[0]
     own: dict[str, Any] = {"deterministic": True, "warmup": False}
     with Runtimes(options) as open_runtimes:
-        rt = open_runtimes.open(policy, **own)
+        rt = open_runtimes.open(**own)
         requests = Requests.of(workloads.items(options, rt), options.seed)
         runtimes = {
             "whole": rt,
             "short steps": open_runtimes.open(
-                policy,
                 **own,
                 max_step_tokens=max(32, rt.config.max_slots),
                 max_decode_iterations=1,
                 page_size=16,
             ),
             "small pool": open_runtimes.open(
-                parse_policies("pensieve")[0], **own, kv_memory=_small_pool(rt, requests)
+                get_policy("pensieve"), **own, kv_memory=_small_pool(rt, requests)
             ),
-            "speculating": open_runtimes.open(policy, **own, speculation="lookup"),
+            "speculating": open_runtimes.open(**own, speculation="lookup"),
         }
         ways = {
             way: _compared(each, requests, way, -(-options.pairs // len(runtimes)), options.seed)
@@ -197,9 +195,8 @@ def _differing(scores: list[np.ndarray], reported: list[list[float]]) -> dict[st
 def _cost(
     open_runtimes: Runtimes, options: argparse.Namespace, requests: Requests
 ) -> dict[str, Any]:
-    policy = parse_policies(options.policies)[0]
     runtimes = {
-        name: open_runtimes.open(policy, deterministic=name == "deterministic", warmup=False)
+        name: open_runtimes.open(deterministic=name == "deterministic", warmup=False)
         for name in _COSTS
     }
 
@@ -208,10 +205,9 @@ def _cost(
 
     take_turns(_COSTS, 1, play)  # compiles
     found = take_turns(_COSTS, options.repeats, play)
-    own, ordinary = ([run["tokens_per_s"] for run in found[name]] for name in reversed(_COSTS))
     return {
         **{name: summary(runs) for name, runs in found.items()},
-        "throughput_share": ratio(own, ordinary),
+        "throughput_share": ratio(found, "tokens_per_s", *reversed(_COSTS)),
     }
 
 

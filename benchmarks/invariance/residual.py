@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from benchmarks.common.harness import Benchmark, option, some_of
+from benchmarks.common.serving import raise_error
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -109,9 +110,7 @@ def _drawn(
         nnx.merge(model.graphdef, model.params), model.params, warmup=False, **sizes, **settings
     ) as rt:
         done = rt.generate(prompts, sampling, progress=False)
-    for each in done:
-        if each.error is not None:
-            raise each.error
+    raise_error(done)
     return [(each.token_ids, [token.logprob for token in each.logprobs or ()]) for each in done]
 
 

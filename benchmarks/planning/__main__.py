@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.common.environment import ROOT
 from benchmarks.common.harness import Benchmark, option, whole_numbers
 from benchmarks.common.policies import parse_policies
-from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.processes import checkouts, result_of
+from benchmarks.common.repeats import Figures, repeats, summary, take_turns
 from benchmarks.planning import host_time
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.presets import PRESETS
-
-HERE, OTHER = "here", "against"
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,35 +29,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "waiting": whole_numbers(options.waiting, "--waiting"),
         "steps": options.steps,
     }
-    checkouts = {HERE: ROOT}
-    if options.against is not None:
-        if not (options.against / "jaxserve").is_dir():
-            raise InvalidConfigError(
-                f"--against {options.against}: the folder has no jaxserve; give a checkout"
-            )
-        checkouts[OTHER] = options.against.resolve()
-    runs: dict[str, list[list[Figures]]] = {name: [] for name in checkouts}
-    turns = list(in_turns(list(checkouts), options.repeats))
-    for _, name in tqdm(turns, desc="planning", unit="run", leave=False, delay=2):
-        runs[name].append(_points(job, checkouts[name]))
+    folders = checkouts(options.against)
+
+    def play(name: str) -> list[Figures]:
+        return result_of(host_time.__file__, json.dumps(job), checkout=folders[name])
+
+    runs = take_turns(list(folders), options.repeats, play)
     return {
         "points": {
             name: [summary(points) for points in zip(*own, strict=True)]
             for name, own in runs.items()
         }
     }
-
-
-def _points(job: dict[str, Any], checkout: Path) -> list[Figures]:
-    done = subprocess.run(
-        [sys.executable, host_time.__file__, json.dumps(job)],
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-        cwd=checkout,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 OPTIONS = (

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,18 +24,18 @@ from safetensors.numpy import save_file
 
 from benchmarks.common.environment import status_bytes
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.processes import result_of
+from benchmarks.common.repeats import in_turns, repeats, summary
 from benchmarks.common.shapes import SIZES
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes
 from jaxserve.execution.memory_plan import available_host_bytes
 
-# Llama's architecture: Llama 2 7B, TinyLlama 1.1B, and a small one of many layers for tests.
+# Llama's architecture: Llama 2 7B, and a small one of many layers for tests.
 SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(SIZES, sizes, strict=True))
     for name, sizes in {
         "7b": (4096, 11008, 32, 32, 32, 32000),
-        "1b": (2048, 5632, 22, 32, 4, 32000),
         "small": (512, 1408, 24, 8, 8, 4096),
     }.items()
 }
@@ -44,6 +43,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Memory over the size of the checkpoint that a run needs.
 _ROOM = 1.25
 _SAMPLE_S = 0.01
+_PROGRAM = "from benchmarks.startup.loading import load; load()"
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def measure(
         for _ in in_turns([shape], repeats):
             for path in Path(folder).glob("*.safetensors"):
                 _leave_page_cache(path)
-            figures = _load_in_process(folder, dtype)
+            figures = result_of("-c", _PROGRAM, folder, dtype)
             runs.append({**figures, "ratio": figures["peak_host_bytes"] / num_bytes})
     return {
         "checkpoint_bytes": num_bytes,
@@ -77,13 +77,6 @@ def measure(
         **summary(runs),
         "write_s": write_s,
     }
-
-
-def _load_in_process(folder: str, dtype: str) -> Figures:
-    program = "from benchmarks.startup.loading import load; load()"
-    command = [sys.executable, "-c", program, folder, dtype]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- the checkpoint ----

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.environment import ROOT
+from benchmarks.common.processes import result_of
 from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
 
 # Caches that a separate variable would put elsewhere.
@@ -52,12 +50,5 @@ def start(model: str, settings: dict[str, Any], cache: str) -> dict[str, Any]:
     """Return the figures of `benchmarks.startup.once` in a new process with this cache folder."""
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     arguments = [model, json.dumps(settings), str(time.time())]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.startup.once", *arguments],
-        cwd=ROOT,
-        env={**environment, CACHE_VARIABLE: cache},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    environment[CACHE_VARIABLE] = cache
+    return result_of("-m", "benchmarks.startup.once", *arguments, env=environment)

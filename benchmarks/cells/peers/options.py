@@ -19,10 +19,9 @@ from benchmarks.cells.playing import Served, figures_of
 from benchmarks.common.harness import Record, option
 from benchmarks.common.processes import PeerError, chosen, run
 from benchmarks.common.repeats import in_turns, summary
-from benchmarks.offline.peers.compare import Environment
+from benchmarks.offline.peers.compare import OURS, Environment, commands_of
 from jaxserve.workload.items import arrival_times
 
-OURS = "jaxserve"
 RUN_LIMIT_S = 1800.0
 # A peer's values agree with ours within this share of their norm.
 _TOLERANCE = 1e-4
@@ -43,6 +42,10 @@ class CellPeer:
     applications: tuple[str, ...]
     variant: str = ""
     max_batch: int | None = None
+
+    def command(self) -> list[str]:
+        """Return the command without the job's path, after creating a missing environment."""
+        return [str(self.environment.python()), "-m", f"benchmarks.cells.peers.{self.script}"]
 
 
 _TORCH = Environment(("torch==2.13.0", "numpy"))
@@ -90,7 +93,7 @@ def run_peers(
     when all arrived at once.
     """
     found: list[dict[str, Any]] = []
-    commands, failed = _commands(peers)
+    commands, failed = commands_of("benchmarks.cells.peers.ours", peers)
     for application, all_requests in by_application.items():
         names = [n for n, peer in peers.items() if application in peer.applications]
         if not names:
@@ -144,19 +147,6 @@ def max_batch_of(requests: Sequence[CellRequest], sizes: Sizes) -> int:
     return min(sizes.max_batch[cell] for request in requests for cell in request.counts())
 
 
-def _commands(peers: Mapping[str, CellPeer]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    commands = {OURS: [sys.executable, "-m", "benchmarks.cells.peers.ours"]}
-    failed: dict[str, str] = {}
-    for name, peer in peers.items():
-        try:
-            python = str(peer.environment.python())
-        except PeerError as error:
-            failed[name] = str(error)
-            continue
-        commands[name] = [python, "-m", f"benchmarks.cells.peers.{peer.script}"]
-    return commands, failed
-
-
 @final
 @dataclass(frozen=True)
 class _Contest:
@@ -182,8 +172,8 @@ class _Contest:
                 continue
             print(f"{label}: {name}", file=sys.stderr)
             try:
-                result, peak_bytes = self._run(name, job)
-            except (PeerError, ValueError, IndexError) as error:
+                result = self._run(name, job)
+            except PeerError as error:
                 self.errors[name] = str(error)
                 continue
             values = result["values"]
@@ -195,22 +185,20 @@ class _Contest:
             figures = {
                 **figures_of(served, warm_share=0.0),
                 "startup_s": result["startup_s"],
-                "peak_host_bytes": peak_bytes,
+                "peak_host_bytes": result["peak_bytes"],
                 "agreeing": None if reference is None else _agreeing(values, reference),
             }
             runs[name].append(figures)
         return runs
 
-    def _run(self, name: str, job: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def _run(self, name: str, job: Mapping[str, Any]) -> dict[str, Any]:
         peer = self.peers.get(name)
         own = {**job, "variant": peer.variant if peer else ""}
         if peer and peer.max_batch:
             own["max_batch"] = peer.max_batch
         path = self.folder / "job.json"
         path.write_text(json.dumps(own), encoding="utf-8")
-        log = self.folder / f"{name}.log"
-        printed, peak_bytes = run([*self.commands[name], str(path)], log, RUN_LIMIT_S)
-        return json.loads(printed.splitlines()[-1]), peak_bytes
+        return run([*self.commands[name], str(path)], self.folder / f"{name}.log", RUN_LIMIT_S)
 
 
 def _agreeing(values: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:

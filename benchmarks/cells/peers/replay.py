@@ -11,53 +11,35 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 _SPIN_S = 0.001
 # Values of each answer that are compared.
 SHOWN = 8
 
 
-class Queue(Protocol):
-    """Waiting requests, by their numbers."""
+class Queue:
+    """Waiting requests, by their numbers, in buckets of similar lengths that take turns.
 
-    def add(self, number: int) -> None: ...
+    Args:
+      size: most requests of a batch.
+      lengths: of all requests; without them there is one bucket.
+      width: of a bucket.
+    """
 
-    def take(self) -> list[int]:
-        """Remove and return the next batch, which may be empty."""
-        ...
-
-
-class FirstCome:
-    """The first `size` waiting requests."""
-
-    def __init__(self, size: int):
+    def __init__(self, size: int, lengths: Sequence[int] = (), width: int = 1):
         self._size = size
-        self._waiting: deque[int] = deque()
-
-    def add(self, number: int) -> None:
-        self._waiting.append(number)
-
-    def take(self) -> list[int]:
-        waiting = self._waiting
-        return [waiting.popleft() for _ in range(min(self._size, len(waiting)))]
-
-
-class Buckets:
-    """The first `size` requests of a bucket of similar lengths; buckets take turns."""
-
-    def __init__(self, lengths: Sequence[int], width: int, size: int):
         self._lengths = lengths
         self._width = width
-        self._size = size
         self._waiting: dict[int, deque[int]] = {}
         self._last = -1
 
     def add(self, number: int) -> None:
-        bucket = (self._lengths[number] - 1) // self._width
+        bucket = (self._lengths[number] - 1) // self._width if self._lengths else 0
         self._waiting.setdefault(bucket, deque()).append(number)
 
     def take(self) -> list[int]:
+        """Remove and return the next batch, which may be empty: the first of a bucket."""
         order = sorted(bucket for bucket, waiting in self._waiting.items() if waiting)
         if not order:
             return []
@@ -144,7 +126,7 @@ def serve(
     run(list(range(min(4, count))))
     settle()
     startup_s = time.perf_counter() - begin_s
-    times = play(job["arrivals"], queue or FirstCome(job["max_batch"]), run)
+    times = play(job["arrivals"], queue or Queue(job["max_batch"]), run)
     answer(startup_s, times, [values[number] for number in range(count)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.cells.peers.replay import SHOWN, Buckets, read_job, serve
+from benchmarks.cells.peers.replay import SHOWN, Queue, read_job, serve
 
 _WIDTH = 10
 
@@ -92,7 +92,7 @@ def main() -> None:
             values[number] = tokens[row, : left[row]][:SHOWN].tolist()
 
     lengths = [len(request["tokens"]) for request in requests]
-    queue = None if packs else Buckets(lengths, _WIDTH, job["max_batch"])
+    queue = None if packs else Queue(job["max_batch"], lengths, _WIDTH)
     serve(job, begin_s, run, values, queue)
 
 

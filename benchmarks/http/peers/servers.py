@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks.common.processes import SHOWN_LINES, PeerError, chosen, group
+from benchmarks.offline.peers.answering import free_address, wait_for
 from benchmarks.offline.peers.compare import PEERS as OFFLINE
 from benchmarks.offline.peers.compare import SCRIPTS as OFFLINE_SCRIPTS
 from benchmarks.offline.peers.compare import Environment
@@ -27,7 +25,6 @@ from jaxserve.workload import WorkloadItem
 
 SCRIPTS = Path(__file__).parent
 STARTUP_LIMIT_S = 900.0  # vLLM compiles when it starts
-_POLL_S = 0.2
 
 
 @final
@@ -127,35 +124,19 @@ def _serving(command: Sequence[str], log: Path, limit_s: float) -> Iterator[str]
     Raises:
       PeerError: it ended, or did not answer in time.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    url = free_address()
     variables = {**os.environ, "PYTHONPATH": str(OFFLINE_SCRIPTS)}
     with (
         log.open("wb") as output,
-        group([*command, str(port)], output, output, variables) as process,
+        group([*command, url.rpartition(":")[2]], output, output, variables) as process,
     ):
         try:
-            _wait(process, f"{url}/health", limit_s)
-        except PeerError:
+            wait_for(process, url, limit_s)
+        except RuntimeError as error:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             print(*lines[-SHOWN_LINES:], sep="\n", file=sys.stderr)
-            raise
+            raise PeerError(str(error)) from error
         yield url
-
-
-def _wait(server: subprocess.Popen, health: str, limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        if server.poll() is not None:
-            raise PeerError(f"the server ended with status {server.returncode}")
-        try:
-            urllib.request.urlopen(health, timeout=10).close()
-            return
-        except OSError:  # it does not listen yet, or it says 503 while it loads the model
-            time.sleep(_POLL_S)
-    raise PeerError(f"the server did not answer within {limit_s:g} s")
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:

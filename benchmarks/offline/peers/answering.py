@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+
+_POLL_S = 0.05
 
 # Returns the tokens of requests that are submitted at once.
 Answers = Callable[[list[dict]], list[list[int]]]
@@ -34,6 +39,31 @@ def main(opened: Callable[[dict], AbstractContextManager[Answers]], *, warms_up:
         result = {"startup_s": time.perf_counter() - begin_s, **timed(answers, job)}
     with os.fdopen(stdout, "w") as printed:
         print(json.dumps(result), file=printed)
+
+
+def free_address() -> str:
+    """Return the address of a free port of this machine, "http://127.0.0.1:PORT"."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def wait_for(server: subprocess.Popen, address: str, limit_s: float) -> None:
+    """Wait until a server says that it is healthy.
+
+    Raises:
+      RuntimeError: it ended, or did not say so in time.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=10).close()
+            return
+        except OSError:  # it does not listen yet, or it says 503 while it loads the model
+            time.sleep(_POLL_S)
+    raise RuntimeError(f"the server did not answer within {limit_s:g} s")
 
 
 def timed(answers: Answers, job: dict) -> dict[str, Any]:

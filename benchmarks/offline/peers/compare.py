@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from tqdm import tqdm
 
@@ -73,6 +72,12 @@ class Environment:
 
 
 SCRIPTS = Path(__file__).parent
+
+
+class HasCommand(Protocol):
+    """A peer whose command takes the path of a job."""
+
+    def command(self) -> list[str]: ...
 
 
 @final
@@ -170,13 +175,7 @@ def compare(
     """
     from benchmarks.offline.peers.job import write_job, write_models  # needs the extra `gguf`
 
-    failed: dict[str, str] = {}
-    commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
-    for name, peer in peers.items():
-        try:
-            commands[name] = peer.command()
-        except PeerError as error:
-            failed[name] = _explained(name, error)
+    commands, failed = commands_of("benchmarks.offline.peers.ours", peers)
     with tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as folder:
         models = write_models(source, Path(folder), settings.get("quantize"))
         job = Path(folder) / "job.json"
@@ -208,6 +207,19 @@ def compare(
         "best_of": _best_of(figures),
         "fewer": {str(number): summarise(of_fewer(runs, i)) for i, number in enumerate(fewer)},
     }
+
+
+def commands_of(
+    ours: str, peers: Mapping[str, HasCommand]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the commands of our module and of the peers, and why some could not be installed."""
+    commands, failed = {OURS: [sys.executable, "-m", ours]}, {}
+    for name, peer in peers.items():
+        try:
+            commands[name] = peer.command()
+        except PeerError as error:
+            failed[name] = _explained(name, error)
+    return commands, failed
 
 
 def of_fewer(runs: Mapping[str, Runs], index: int) -> dict[str, Runs]:
@@ -244,9 +256,7 @@ def interleave(
             bar.set_description(name)
             machine = gauge()
             try:
-                result = _run_once(
-                    [*commands[name], str(job)], job.with_name(f"{name}.log"), limit_s
-                )
+                result = run([*commands[name], str(job)], job.with_name(f"{name}.log"), limit_s)
                 _check(result, lengths)
                 result["machine"] = machine
                 runs[name].results.append(result)
@@ -289,15 +299,6 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
         empty: Figures = {**dict.fromkeys(SHOWN), "runs": []}
         figures[name] = {**(summary(own) if own else empty), "error": engine.error}
     return figures
-
-
-def _run_once(command: Sequence[str], log: Path, limit_s: float) -> dict[str, Any]:
-    printed, peak_bytes = run(command, log, limit_s)
-    try:
-        result = json.loads(printed.splitlines()[-1])
-    except (IndexError, ValueError) as error:
-        raise PeerError("printed no result") from error
-    return {**result, "peak_bytes": peak_bytes}
 
 
 def _check(result: Mapping[str, Any], lengths: Sequence[int]) -> None:

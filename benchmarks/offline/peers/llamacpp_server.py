@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 # A script finds the module next to it.
-from answering import Answers, main
+from answering import Answers, free_address, main, wait_for
 
 PAD = 256  # of the context of a slot, which llama.cpp rounds up to
 STARTUP_LIMIT_S = 120
@@ -25,12 +23,10 @@ LOOKUP = "ngram-cache"
 
 @contextmanager
 def opened(job: dict) -> Iterator[Answers]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     server = subprocess.Popen(_command(job, address), stdout=sys.stderr)
     try:
-        _wait_until_ready(server, address)
+        wait_for(server, address, STARTUP_LIMIT_S)
         with ThreadPoolExecutor(len(job["requests"])) as pool:
             yield lambda requests: list(pool.map(partial(_answer, address), requests))
     finally:
@@ -63,19 +59,6 @@ def _command(job: dict, address: str) -> list[str]:
 def slot_context(job: dict) -> int:
     """Return the tokens for which a slot has room."""
     return -(-(job["max_context"] + 1) // PAD) * PAD
-
-
-def _wait_until_ready(server: subprocess.Popen, address: str) -> None:
-    deadline_s = time.perf_counter() + STARTUP_LIMIT_S
-    while time.perf_counter() < deadline_s:
-        if server.poll() is not None:
-            sys.exit(f"llama-server ended with status {server.returncode}")
-        try:
-            urllib.request.urlopen(f"{address}/health").close()
-            return
-        except OSError:  # not listening yet, or 503 while the model loads
-            time.sleep(0.05)
-    sys.exit(f"llama-server is not ready after {STARTUP_LIMIT_S} s")
 
 
 def _answer(address: str, request: dict) -> list[int]:

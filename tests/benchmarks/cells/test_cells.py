@@ -18,7 +18,7 @@ from benchmarks.cells.applications import (
 )
 from benchmarks.cells.contenders import ThesisCost, products
 from benchmarks.cells.peers.options import max_batch_of, peers_of
-from benchmarks.cells.peers.replay import Buckets, FirstCome, play
+from benchmarks.cells.peers.replay import Queue, play
 from benchmarks.cells.playing import Served, compared, figures_of, is_saturated, peaks_of, simulate
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.policies import GraphMerging, Padding
@@ -195,10 +195,10 @@ def test_names_of_peers_and_groups():
 def test_peers_serve_what_has_arrived():
     """A peer's loop runs batches of its queue, and every request once."""
     batches = []
-    times = play([0.0, 0.0, 0.0, 0.001], FirstCome(2), batches.append)
+    times = play([0.0, 0.0, 0.0, 0.001], Queue(2), batches.append)
     assert sorted(sum(batches, [])) == [0, 1, 2, 3] and max(map(len, batches)) <= 2
     assert all(begin <= end for begin, end in times)
-    queue = Buckets([1, 12, 2, 25, 11], width=10, size=2)
+    queue = Queue(2, [1, 12, 2, 25, 11], width=10)
     for number in range(5):
         queue.add(number)
     assert [queue.take() for _ in range(4)] == [[0, 2], [1, 4], [3], []]

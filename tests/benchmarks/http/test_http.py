@@ -140,6 +140,6 @@ def test_what_cannot_be_compared_is_refused_first(capsys, tmp_path):
     assert "known are ['llamacpp', 'vllm']" in capsys.readouterr().err
     assert main(["--compare", "vllm", "--model", str(tmp_path)]) == 2
     assert "weights of a GGUF file" in capsys.readouterr().err
-    for option in (("--peer", "http=http://a:1"), ("--connections", "1,x")):
-        with pytest.raises(SystemExit):
-            main([*option])
+    assert main(["--connections", "1,x"]) == 2
+    with pytest.raises(SystemExit):
+        main(["--peer", "http=http://a:1"])

@@ -174,14 +174,14 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, monkeypatch, interrupted: int
         name: _engine(tmp_path, name, _answering(2.0, ANSWERS)) for name in ("jaxserve", "other")
     }
     turns = iter(range(6))
-    run_once = compare._run_once
+    run_once = compare.run
 
     def run_until(*arguments: Any) -> dict[str, Any]:
         if next(turns) == interrupted:
             raise KeyboardInterrupt
         return run_once(*arguments)
 
-    monkeypatch.setattr(compare, "_run_once", run_until)
+    monkeypatch.setattr(compare, "run", run_until)
     if kept is None:
         with pytest.raises(KeyboardInterrupt):
             interleave(commands, tmp_path / "job.json", LENGTHS, repeats=3)
@@ -194,8 +194,10 @@ def test_memory_is_that_of_all_processes_of_an_engine(tmp_path: Path):
     """The memory of its child processes counts, and that of the benchmark does not."""
     held = np.ones(2**26)  # 512 MiB
     child = "import time; held = bytearray(2**27); time.sleep(2)"
-    command = _engine(tmp_path, "engine", f"subprocess.run([sys.executable, '-c', {child!r}])")
-    _, peak_bytes = run(command, tmp_path / "log", limit_s=60.0)
+    command = _engine(
+        tmp_path, "engine", f"subprocess.run([sys.executable, '-c', {child!r}])\nprint('{{}}')"
+    )
+    peak_bytes = run(command, tmp_path / "log", limit_s=60.0)["peak_bytes"]
     assert 2**27 < peak_bytes < held.nbytes
 
 

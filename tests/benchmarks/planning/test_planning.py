@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.common.environment import ROOT
-from benchmarks.planning.__main__ import HERE, OTHER, main
+from benchmarks.common.processes import HERE, OTHER
+from benchmarks.planning.__main__ import main
 from benchmarks.planning.host_time import measure
 
 pytestmark = pytest.mark.release
