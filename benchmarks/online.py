@@ -27,7 +27,6 @@ START_SHARE = 0.5
 def run(options: argparse.Namespace) -> dict[str, Any]:
     policies = parse_policies(options.policies)
     given = None if options.rates is None else numbers(options.rates, "--rates")
-    sweep.geometric(1.0 if options.start_rate is None else options.start_rate, options.factor)
     with Runtimes(options) as open_runtimes:
         runtimes = {policy.name: open_runtimes.open(policy) for policy in policies}
         items = workloads.items(options, next(iter(runtimes.values())))
@@ -35,7 +34,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         def play(name: str, rate: float) -> sweep.Figures:
             arriving = with_arrivals(items, f"poisson:{rate}", options.seed)
             label = f"{name}, {rate:.3g} requests/s"
-            print(label, file=sys.stderr)
             figures, done = measure(runtimes[name], arriving, label=label)
             if options.slo_ttft is not None or options.slo_tpot is not None:
                 figures["goodput"] = goodput(
@@ -50,17 +48,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if given is not None:
             curves = sweep.play_every(play, list(runtimes), given, repeats=options.repeats)
         else:
-            start = options.start_rate
-            if start is None:
-                start = START_SHARE / max(alone_s.values())
-            curves = sweep.climb(
-                play,
-                list(runtimes),
-                start=start,
-                factor=options.factor,
-                max_rates=options.max_rates,
-                repeats=options.repeats,
-            )
+            start = START_SHARE / max(alone_s.values())
+            curves = sweep.climb(play, list(runtimes), start=start, repeats=options.repeats)
     return {
         "policies": {
             name: {"alone_s": alone_s[name], **asdict(curve)} for name, curve in curves.items()
@@ -81,14 +70,6 @@ def _or_infinite(limit_s: float | None) -> float:
 
 OPTIONS = (
     option("--rates", None, "requests a second, separated by commas: these and no other"),
-    option(
-        "--start-rate",
-        None,
-        "requests a second to rise from; half of what one by one would be served if not given",
-        float,
-    ),
-    option("--factor", 2.0, "from one rate to the next"),
-    option("--max-rates", 8, "most rates a policy"),
     option("--slo-ttft", None, "goodput: most seconds to the first token", float),
     option("--slo-tpot", None, "goodput: most seconds an output token", float),
     *workloads.options(),

@@ -35,6 +35,7 @@ _OP = re.compile(
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,]*)\]")
 _BITS = {"pred": 8}
+_VOCAB_SIZE, _HOST_DEVICES = 2048, 8
 
 
 @final
@@ -123,7 +124,7 @@ PLANS = "1,tensor:2,tensor:4,tensor:8,4+4,2+3+3,3x4+3x2+1+1"
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every plan on the same model and requests."""
     # Set before JAX is imported; it has no effect with GPUs.
-    flag = f"--xla_force_host_platform_device_count={options.host_devices}"
+    flag = f"--xla_force_host_platform_device_count={_HOST_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     import jax
 
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         each["same_tokens"] = each.pop("answers") == expected
     return {
         "times_mean_something": jax.default_backend() != "cpu",
-        "model": {name: getattr(options, name) for name in ("layers", "hidden_size", "vocab_size")},
+        "model": {name: getattr(options, name) for name in ("layers", "hidden_size")},
         "rows": options.rows,
         "runs": runs,
     }
@@ -148,7 +149,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.steps.sampling.sampler import Variant
 
     config = LlamaConfig(
-        vocab_size=options.vocab_size,
+        vocab_size=_VOCAB_SIZE,
         hidden_size=options.hidden_size,
         intermediate_size=options.hidden_size * 2,
         num_layers=options.layers,
@@ -157,7 +158,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         head_dim=options.hidden_size // 8,
         max_position_embeddings=256,
     )
-    plan = _plan(name, options.micro_batches)
+    plan = _plan(name)
     passes: list[Pass] = []
     with Runtime(
         Llama(config, rngs=nnx.Rngs(0)),
@@ -191,7 +192,6 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "passes": len(passes),
             "bubble": fill.bubble,
             "ideal_bubble": fill.ideal_bubble,
-            "slower_than_ideal": fill.total / fill.ideal,
             "busy": [busy / fill.total for busy in fill.busy],
         }
         return result
@@ -224,7 +224,7 @@ def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str,
     return {"bytes": sent, "least_bytes": least, "ratio": sent / least}
 
 
-def _plan(text: str, micro_batches: int | None) -> Any:
+def _plan(text: str) -> Any:
     from jaxserve.sharding import StagePlan, make_mesh
 
     if text == "1":
@@ -235,7 +235,6 @@ def _plan(text: str, micro_batches: int | None) -> Any:
     return StagePlan.of(
         [int(layers) for layers, *_ in stages],
         tensor=[int(shards[0]) if shards else 1 for _, *shards in stages],
-        micro_batches=micro_batches,
     )
 
 
@@ -253,14 +252,11 @@ def _median_step_s(rt: Runtime) -> dict[str, float]:
 
 OPTIONS = (
     option("--plans", PLANS, "1, tensor:SHARDS, or stages of LAYERSxSHARDS joined with +"),
-    option("--micro-batches", None, "of stage plans; as many as stages by default", int),
     option("--rows", 16, "sequences that run at once"),
     option("--output-tokens", 32, "of each"),
     option("--layers", 8, "of the random model"),
     option("--hidden-size", 256, "of the random model"),
-    option("--vocab-size", 2048, "of the random model"),
     option("--policy", "auto", "scheduling preset"),
-    option("--host-devices", 8, "devices to make of the processor if there is no GPU"),
 )
 main = Benchmark(__doc__, run, OPTIONS, "sharding")
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice, pairwise
+from itertools import pairwise
 from typing import final
 
-from benchmarks.common.repeats import Figures, in_turns, summary
-from jaxserve.core.errors import InvalidConfigError
+from benchmarks.common.repeats import Figures, summary, take_turns
 
 # Latency over its value at the lowest rate, beyond which it is no longer flat.
 FLAT = 5.0
 # Throughput is saturated if it rises by less than this share of the rise of the rate.
 RISING = 0.1
+# Most rates of a policy.
+MAX_RATES = 8
 
 # (policy, rate) -> figures of one run
 Play = Callable[[str, float], Figures]
@@ -27,16 +28,6 @@ class Curve:
 
     points: list[Figures] = field(default_factory=list)
     stopped_by: str | None = None
-
-
-def geometric(start: float, factor: float) -> Iterator[float]:
-    """Yield start, start x factor, start x factor², ... without end."""
-    if not factor > 1 or not start > 0:
-        raise InvalidConfigError(
-            f"a sweep from rate {start} by factor {factor} goes nowhere; "
-            "give a rate above 0 and a factor above 1"
-        )
-    return (start * factor**power for power in count())
 
 
 def play_every(
@@ -55,11 +46,10 @@ def climb(
     names: Sequence[str],
     *,
     start: float,
-    factor: float,
-    max_rates: int,
     repeats: int,
+    max_rates: int = MAX_RATES,
 ) -> dict[str, Curve]:
-    """Raise the rate, policies in turns, until each has a reason to stop.
+    """Double the rate, policies in turns, until each has a reason to stop.
 
     Args:
       play: returns `output_tokens_per_s` and `normalised_latency_s` among other figures.
@@ -68,7 +58,7 @@ def climb(
       repeats: runs of a policy at a rate.
     """
     curves = {name: Curve() for name in names}
-    for rate in islice(geometric(start, factor), max_rates):
+    for rate in (start * 2**power for power in range(max_rates)):
         names = [name for name, curve in curves.items() if curve.stopped_by is None]
         for name, point in _points(play, names, rate, repeats).items():
             curves[name].points.append(point)
@@ -79,9 +69,8 @@ def climb(
 
 
 def _points(play: Play, names: Sequence[str], rate: float, repeats: int) -> dict[str, Figures]:
-    runs: dict[str, list[Figures]] = {name: [] for name in names}
-    for _, name in in_turns(names, repeats):
-        runs[name].append(play(name, rate))
+    at = f"{rate:.3g} a second"
+    runs = take_turns(names, repeats, lambda name: play(name, rate), at=at)
     return {name: {"rate": rate, **summary(own)} for name, own in runs.items()}
 
 

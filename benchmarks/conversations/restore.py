@@ -42,6 +42,8 @@ SITUATIONS = {
 }
 # Tokens of the other sequences before the measurement, and to time a token undisturbed.
 _BEFORE, _UNDISTURBED = 4, 48
+# Tokens of the turn itself.
+_NEW_TOKENS = 32
 _POINT = ("situation", "length", "way")
 FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
@@ -80,7 +82,7 @@ class _Server:
     def __init__(self, options: argparse.Namespace, longest: int):
         enable_compilation_cache()
         model = _model(options, platform_defaults().dtype)
-        num_tokens = options.wait_tokens + longest + options.new_tokens
+        num_tokens = options.wait_tokens + longest + _NEW_TOKENS
         built, size = build_executor(
             ExecutorSpec(
                 graphdef=model.graphdef,
@@ -120,7 +122,7 @@ class _Server:
     def measure(self, situation: str, length: int, way: str) -> dict[str, float]:
         """Measure one turn of a conversation while other sequences decode."""
         self._begin(way)
-        prompt = self._tokens(length + self._options.new_tokens)
+        prompt = self._tokens(length + _NEW_TOKENS)
         self._put_on_host(prompt[:length])
         others = [self._add(16, 2**20) for _ in range(self._options.others)]
         blocker = self._add(16, self._options.wait_tokens) if situation == "waits" else None
@@ -225,7 +227,6 @@ OPTIONS = (
     ),
     option("--random-weights", False, "for a folder that has only a config.json"),
     option("--lengths", "256,512,1024,2048,4096", "tokens whose pages come back"),
-    option("--new-tokens", 32, "of the turn itself"),
     option("--others", 3, "sequences that decode meanwhile"),
     option("--wait-tokens", 192, "of the answer that a turn waits for"),
     repeats("way", 5),

@@ -28,9 +28,7 @@ def _engine(capacity: float, calls: list, knee: float = 1e9):
 def test_climb_stops_where_throughput_no_longer_rises():
     """The last rate is the first whose throughput rises by less than a tenth of the rate's rise."""
     calls = []
-    curve = sweep.climb(_engine(3.0, calls), ["a"], start=0.5, factor=2, max_rates=9, repeats=1)[
-        "a"
-    ]
+    curve = sweep.climb(_engine(3.0, calls), ["a"], start=0.5, repeats=1)["a"]
     assert [rate for _, rate in calls] == [0.5, 1, 2, 4, 8]
     assert curve.stopped_by == "throughput"
     assert [point["rate"] for point in curve.points] == [0.5, 1, 2, 4, 8]
@@ -38,9 +36,7 @@ def test_climb_stops_where_throughput_no_longer_rises():
 
 def test_climb_stops_where_latency_leaves_its_flat_part():
     """Five times the latency at the lowest rate ends the climb, however much throughput rises."""
-    curve = sweep.climb(
-        _engine(1e9, [], knee=2), ["a"], start=0.5, factor=2, max_rates=9, repeats=1
-    )["a"]
+    curve = sweep.climb(_engine(1e9, [], knee=2), ["a"], start=0.5, repeats=1)["a"]
     assert curve.stopped_by == "latency"
     assert curve.points[-1]["rate"] == 2
 
@@ -53,7 +49,7 @@ def test_policies_take_turns_and_stop_each_by_itself():
     def play(name: str, rate: float) -> sweep.Figures:
         return (slow if name == "slow" else fast)(name, rate)
 
-    curves = sweep.climb(play, ["slow", "fast"], start=0.5, factor=2, max_rates=4, repeats=1)
+    curves = sweep.climb(play, ["slow", "fast"], start=0.5, max_rates=4, repeats=1)
     assert calls[:4] == [("slow", 0.5), ("fast", 0.5), ("slow", 1.0), ("fast", 1.0)]
     assert calls[4:] == [("slow", 2.0), ("fast", 2.0), ("fast", 4.0)]
     assert curves["slow"].stopped_by == "throughput"
@@ -69,7 +65,7 @@ def test_runs_at_a_rate_alternate_and_their_median_counts():
         calls.append((name, rate))
         return {"output_tokens_per_s": rate, "normalised_latency_s": {"p90": next(p90_s)}}
 
-    curves = sweep.climb(play, ["a", "b"], start=1, factor=2, max_rates=2, repeats=3)
+    curves = sweep.climb(play, ["a", "b"], start=1, max_rates=2, repeats=3)
     assert calls == [("a", 1), ("b", 1)] * 3 + [("a", 2), ("b", 2)] * 3
     first, second = curves["a"].points
     assert [run["normalised_latency_s"]["p90"] for run in first["runs"]] == [0.1, 0.1, 0.2]
@@ -95,10 +91,3 @@ def test_other_rates_are_refused(text):
     """The error shows what is allowed."""
     with pytest.raises(InvalidConfigError, match="0.5,1,2"):
         numbers(text, "--rates")
-
-
-@pytest.mark.parametrize(("start", "factor"), [(0, 2), (1, 1), (float("nan"), 2), (1, 0.5)])
-def test_sweeps_that_do_not_climb_are_refused(start, factor):
-    """A factor of at most 1, or a start of 0, is refused."""
-    with pytest.raises(InvalidConfigError, match="goes nowhere"):
-        sweep.geometric(start, factor)
