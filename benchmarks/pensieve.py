@@ -21,7 +21,7 @@ from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
 from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
-from benchmarks.common.sweep import Curve
+from benchmarks.common.sweep import STATELESS, Curve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
@@ -67,7 +67,6 @@ MACHINES = {
         ModelShape(num_params=68.98e9, num_layers=80, hidden_size=8192, group_size=8), 4, 1.5
     ),
 }
-STATELESS = "vllm_like"
 TWO = (STATELESS, "pensieve")
 THREE = (STATELESS, "pensieve_device_only", "pensieve")
 ALL = (STATELESS, "s3_oracle", *THREE[1:], "auto")
@@ -124,7 +123,7 @@ def played(options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar
             f"{options.seconds:g} s, and {panel.model} is to have {lowest:g} or more; give more "
             "--num-conversations or fewer --seconds"
         )
-    curves: dict[str, Figures] = {}
+    curves: dict[str, Curve] = {}
     for name in panel.policies:
 
         def at(rate: float, name: str = name) -> Figures:
@@ -132,9 +131,7 @@ def played(options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar
             begun = beginning(talks, rate / turns_each, panel.reaction_s, options.seconds)
             return {"rate": rate, **figures(panel, name, begun, options)}
 
-        curve = curve_of(at, lowest, highest, panel.bounds * options.bound)
-        served = sweep.served_at(curve.points, options.bound)
-        curves[name] = {**asdict(curve), "requests_per_s_at_bound": served}
+        curve = curves[name] = curve_of(at, lowest, highest, panel.bounds * options.bound)
         last = curve.points[-1]
         bar.write(
             f"{panel.figure}, {panel.model}, {name}: {last['requests_per_s']:.2f} requests/s at "
@@ -142,7 +139,7 @@ def played(options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar
             file=sys.stderr,
         )
         bar.update()
-    return {**asdict(panel), "policies": curves}
+    return {**asdict(panel), "policies": sweep.at_bound(curves, options.bound)}
 
 
 def curve_of(
@@ -162,15 +159,6 @@ def curve_of(
     if len(points) > 1:
         points.insert(-1, at(points[-1]["rate"] / FACTOR**0.5))
     return Curve(points, stopped_by="bound")
-
-
-def compare_with_stateless(sets: Sequence[Figures]) -> None:
-    """Add `of_stateless`: requests served at the bound over those of stateless serving."""
-    for each in sets:
-        other = each["policies"].get(STATELESS, {}).get("requests_per_s_at_bound")
-        for curve in each["policies"].values():
-            own = curve["requests_per_s_at_bound"]
-            curve["of_stateless"] = own / other if own and other else None
 
 
 def figures(
@@ -261,7 +249,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     total = sum(len(panel.policies) for panel in panels)
     with tqdm(total=total, desc="curves", leave=False) as bar:
         sets = [played(options, panel, drawn[panel.min_rounds], bar) for panel in panels]
-    compare_with_stateless(sets)
     return {
         "conversations": {str(rounds): described(talks) for rounds, talks in sorted(drawn.items())},
         "chunk_cost_s": {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import final
 
@@ -14,6 +14,8 @@ from benchmarks.common.repeats import Figures, summary, take_turns
 FLAT = 5.0
 # Throughput is saturated if it rises by less than this share of the rise of the rate.
 RISING = 0.1
+# The policy that serves conversations without their pages.
+STATELESS = "vllm_like"
 # Most rates of a policy.
 MAX_RATES = 8
 
@@ -99,6 +101,25 @@ def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
             rise = above["requests_per_s"] - below["requests_per_s"]
             return below["requests_per_s"] + share * rise
     return None
+
+
+def at_bound(curves: Mapping[str, Curve], bound_s: float) -> dict[str, Figures]:
+    """Return the curves with what each serves at a bound, alone and over stateless serving.
+
+    Returns:
+      Each curve, `requests_per_s_at_bound` (see `served_at`), and `of_stateless`, its ratio to that
+        of `STATELESS`; None where either does not reach the bound.
+    """
+    served = {name: served_at(curve.points, bound_s) for name, curve in curves.items()}
+    other = served.get(STATELESS)
+    return {
+        name: {
+            **asdict(curve),
+            "requests_per_s_at_bound": served[name],
+            "of_stateless": own / other if (own := served[name]) and other else None,
+        }
+        for name, curve in curves.items()
+    }
 
 
 def p90(point: Figures) -> float:

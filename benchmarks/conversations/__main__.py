@@ -7,11 +7,10 @@ the Pensieve thesis), at rising rates, the policies in turns at each.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import sweep
@@ -27,7 +26,6 @@ from jaxserve.workload.conversations import Talk, Talks, sample
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
-STATELESS = "vllm_like"
 DEFAULT = "vllm_like,s3_oracle,pensieve_device_only,pensieve_lru,pensieve,auto"
 Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
 
@@ -41,62 +39,39 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     num_repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
         play: Play = _simulator(runtimes) if options.simulated else _device(runtimes)
-        sets = [
-            _sweep(
-                options, num_repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s
-            )
-            for min_rounds, reaction_s in itertools.product(rounds, reactions)
-        ]
+
+        def played(min_rounds: int, reaction_s: float) -> dict[str, Any]:
+            """Play all policies at all rates, on conversations of `min_rounds` rounds or more."""
+            num_turns = 0
+
+            def at(name: str, rate: float) -> sweep.Figures:
+                nonlocal num_turns
+                talks = sample(
+                    options.num_conversations,
+                    options.seed,
+                    tokenizer=runtimes.tokenizer,
+                    max_context=options.max_context,
+                    min_rounds=min_rounds,
+                    scale=options.scale,
+                    reaction_s=reaction_s,
+                    rate=rate,
+                )
+                num_turns = sum(len(talk.turns) for talk in talks)
+                return play(policies[name], talks, f"{name}, {rate:.3g} conversations/s")
+
+            curves = sweep.play_every(at, list(policies), rates, repeats=num_repeats)
+            return {
+                "min_rounds": min_rounds,
+                "reaction_s": reaction_s,
+                "num_turns": num_turns,
+                "policies": sweep.at_bound(curves, options.bound),
+            }
+
+        sets = [played(int(least), mean_s) for least, mean_s in product(rounds, reactions)]
     return {
         "repeats": num_repeats,
         "missing_baselines": missing_baselines(policies),
         "sets": sets,
-    }
-
-
-def _sweep(
-    options: argparse.Namespace,
-    num_repeats: int,
-    play: Play,
-    runtimes: Runtimes,
-    policies: dict[str, Policy],
-    rates: list[float],
-    min_rounds: int,
-    reaction_s: float,
-) -> dict[str, Any]:
-    """Play all policies at all rates, on conversations of `min_rounds` rounds or more."""
-    num_turns = 0
-
-    def at(name: str, rate: float) -> sweep.Figures:
-        nonlocal num_turns
-        talks = sample(
-            options.num_conversations,
-            options.seed,
-            tokenizer=runtimes.tokenizer,
-            max_context=options.max_context,
-            min_rounds=min_rounds,
-            scale=options.scale,
-            reaction_s=reaction_s,
-            rate=rate,
-        )
-        num_turns = sum(len(talk.turns) for talk in talks)
-        return play(policies[name], talks, f"{name}, {rate:.3g} conversations/s")
-
-    curves = sweep.play_every(at, list(policies), rates, repeats=num_repeats)
-    served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
-    stateless = served.get(STATELESS)
-    return {
-        "min_rounds": min_rounds,
-        "reaction_s": reaction_s,
-        "num_turns": num_turns,
-        "policies": {
-            name: {
-                **asdict(curve),
-                "requests_per_s_at_bound": served[name],
-                "of_stateless": own / stateless if (own := served[name]) and stateless else None,
-            }
-            for name, curve in curves.items()
-        },
     }
 
 

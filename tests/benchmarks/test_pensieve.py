@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.common import sweep
+from benchmarks.common.sweep import STATELESS
 from benchmarks.pensieve import (
     FACTOR,
     MACHINES,
     PANELS,
-    STATELESS,
     beginning,
-    compare_with_stateless,
     cost_of,
     curve_of,
     figures,
@@ -111,14 +110,17 @@ def test_a_curve_ends_beyond_the_bound():
 
 def test_gains_are_over_stateless_serving_of_the_same_conversations():
     """Gains compare runs with the same reaction time; without such a run there is no gain."""
-    stateless, ours = {"requests_per_s_at_bound": 2.0}, {"requests_per_s_at_bound": 3.0}
-    sets = [
-        {"policies": {STATELESS: stateless, "pensieve": ours}},
-        {"policies": {"pensieve": {**ours}}},
-    ]
-    compare_with_stateless(sets)
-    ratios = [curve["of_stateless"] for each in sets for curve in each["policies"].values()]
-    assert ratios == [1.0, 1.5, None]
+
+    def curve(at_bound: float) -> sweep.Curve:
+        rates = (at_bound - 1, at_bound + 1)
+        return sweep.Curve(
+            [{"requests_per_s": r, "normalised_latency_s": {"p90": r - at_bound}} for r in rates]
+        )
+
+    both = sweep.at_bound({STATELESS: curve(2.0), "pensieve": curve(3.0)}, 0.0)
+    assert [each["requests_per_s_at_bound"] for each in both.values()] == [2.0, 3.0]
+    assert [each["of_stateless"] for each in both.values()] == [1.0, 1.5]
+    assert sweep.at_bound({"pensieve": curve(3.0)}, 0.0)["pensieve"]["of_stateless"] is None
 
 
 def test_refuses_figures_that_there_are_not():
