@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from jaxserve.predictor.probe_training import Readings as Readings
     from jaxserve.predictor.probe_training import train_probe as train_probe
     from jaxserve.predictor.refinement import Refinement as Refinement
-    from jaxserve.predictor.training import History as History
     from jaxserve.predictor.training import TrainingConfig as TrainingConfig
+    from jaxserve.predictor.training import TrainingHistory as TrainingHistory
     from jaxserve.predictor.training import train as train
 
 _HOMES = {
@@ -53,7 +53,7 @@ _HOMES = {
     "EncoderConfig": "encoder",
     "Evaluation": "evaluation",
     "Example": "data",
-    "History": "training",
+    "TrainingHistory": "training",
     "LengthBuckets": "buckets",
     "LengthClassifier": "encoder",
     "LengthDistributions": "distribution",

@@ -19,7 +19,7 @@ from jaxserve.predictor.calibration import Calibration
 from jaxserve.predictor.distribution import LengthDistributions
 from jaxserve.predictor.probe import LengthProbe, ProbeConfig, ProbeHead
 from jaxserve.predictor.refinement import Refinement
-from jaxserve.predictor.training import History, TrainingConfig, adamw, wait_for_earlier
+from jaxserve.predictor.training import TrainingConfig, TrainingHistory, adamw, wait_for_earlier
 
 TRAINING = TrainingConfig(batch_size=256, learning_rate=1e-3, num_epochs=30, patience=4)
 # The grid of exponents that are tried on held-out readings.
@@ -61,7 +61,7 @@ def train_probe(
     *,
     interval: int = 16,
     progress: bool = True,
-) -> tuple[LengthProbe, History]:
+) -> tuple[LengthProbe, TrainingHistory]:
     """Train until the loss on `held_out` stops falling; then fit calibration and exponents to it.
 
     Args:
@@ -130,7 +130,7 @@ def _fit(
     held_out: Readings,
     config: TrainingConfig,
     progress: bool,
-) -> History:
+) -> TrainingHistory:
     labels = buckets.bucket_of(learned.remaining).astype(np.int32)
     judged = jnp.asarray(held_out.activations), jnp.asarray(buckets.bucket_of(held_out.remaining))
     num, size = len(labels), config.batch_size
@@ -141,7 +141,7 @@ def _fit(
         adamw(schedule, clip_norm=config.clip_norm, weight_decay=config.weight_decay),
         wrt=nnx.Param,
     )
-    history, best = History(), nnx.to_pure_dict(nnx.state(head, nnx.Param))
+    history, best = TrainingHistory(), nnx.to_pure_dict(nnx.state(head, nnx.Param))
     bar = tqdm(
         total=num_steps, desc="training", unit="step", delay=2, leave=False, disable=not progress
     )

@@ -68,7 +68,7 @@ class TrainingConfig:
 
 @final
 @dataclass
-class History:
+class TrainingHistory:
     """The mean cross-entropy of each epoch, on training and on held-out examples."""
 
     losses: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ def train(
     checkpoints: Path | None = None,
     mesh: Mesh | None = None,
     progress: bool = True,
-) -> History:
+) -> TrainingHistory:
     """Train until the loss on `held_out` stops falling, and adopt the best parameters.
 
     The predictor serves with its old parameters until the end. It then has no calibration, since
@@ -124,7 +124,7 @@ def train(
     model = predictor.module()
     model.encoder.compute_in(config.computed_in)
     optimizer = nnx.Optimizer(model, _optimizer(config, num_steps), wrt=nnx.Param)
-    history, best = History(), _params(model)
+    history, best = TrainingHistory(), _params(model)
     store = _Store(checkpoints, model, optimizer)
     history, best, first = store.restore(history, best)
     put = _placer(mesh, (model, optimizer))
@@ -259,7 +259,9 @@ class _Store:
             options = ocp.CheckpointManagerOptions(max_to_keep=1)
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
-    def restore(self, history: History, best: nnx.State) -> tuple[History, nnx.State, int]:
+    def restore(
+        self, history: TrainingHistory, best: nnx.State
+    ) -> tuple[TrainingHistory, nnx.State, int]:
         """Restore the last saved state into model and optimizer.
 
         Return its history, best parameters, and next epoch; without a saved state, the arguments
@@ -279,9 +281,9 @@ class _Store:
         _replace(state, found["state"])
         nnx.update(self._objects, state)
         _replace(best, found["best"])
-        return History(**found["history"]), best, epoch + 1
+        return TrainingHistory(**found["history"]), best, epoch + 1
 
-    def save(self, epoch: int, history: History, best: nnx.State) -> None:
+    def save(self, epoch: int, history: TrainingHistory, best: nnx.State) -> None:
         if self._manager is None:
             return
         self._manager.save(

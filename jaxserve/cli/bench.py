@@ -65,7 +65,8 @@ def bench(
         str | None,
         _panel(
             _LOAD,
-            *("--url", "--base-url"),
+            "--url",
+            "--base-url",
             text="A server with OpenAI's API, such as http://127.0.0.1:8000. Without it, the model "
             f"is loaded here. Its key, if it wants one, is ${_KEY_VARIABLE}.",
         ),
@@ -74,7 +75,8 @@ def bench(
         str | None,
         _panel(
             _LOAD,
-            *("--model", "-m"),
+            "--model",
+            "-m",
             text="The model's name on the server, by default its first one; without --url a name, "
             f"folder or file as for `jaxserve generate`, by default {opt.DEFAULT_MODEL}.",
         ),
@@ -91,7 +93,8 @@ def bench(
         float | None,
         _panel(
             _LOAD,
-            *("--rate", "--request-rate"),
+            "--rate",
+            "--request-rate",
             text="Requests a second on average, as Poisson arrivals. [default: all at once; a "
             "trace as it was recorded]",
         ),
@@ -100,7 +103,8 @@ def bench(
         int | None,
         _panel(
             _LOAD,
-            *("--concurrency", "--max-concurrency"),
+            "--concurrency",
+            "--max-concurrency",
             text="Most requests that are open at once; the next one begins when one ends.",
         ),
     ] = None,
@@ -116,7 +120,8 @@ def bench(
         str,
         _panel(
             _DATA,
-            *("--dataset", "--dataset-path"),
+            "--dataset",
+            "--dataset-path",
             text="random, sharegpt (fetched once), or a file: ShareGPT's JSON, a trace of "
             "--record, or JSON lines with prompt or messages.",
         ),
@@ -125,7 +130,8 @@ def bench(
         int | None,
         _panel(
             _DATA,
-            *("--num-requests", "--num-prompts"),
+            "--num-requests",
+            "--num-prompts",
             text=f"Number of requests. [default: {_NUM_REQUESTS}; of a trace and JSON lines, all]",
         ),
     ] = None,
@@ -133,7 +139,8 @@ def bench(
         int,
         _panel(
             _DATA,
-            *("--random-input-len", "--prompt-tokens"),
+            "--random-input-len",
+            "--prompt-tokens",
             text="random: tokens of each prompt.",
         ),
     ] = 64,
@@ -141,7 +148,8 @@ def bench(
         int,
         _panel(
             _DATA,
-            *("--random-output-len", "--output-tokens"),
+            "--random-output-len",
+            "--output-tokens",
             text="random: tokens of each answer.",
         ),
     ] = 64,
@@ -199,7 +207,8 @@ def bench(
         Path | None,
         _panel(
             _RESULTS,
-            *("--output", "-o"),
+            "--output",
+            "-o",
             text="Write the figures and each request's times to this JSON file, too.",
         ),
     ] = None,
@@ -281,7 +290,7 @@ class _Job:
     arrival_s: float = 0.0
 
 
-class _Target(Protocol):
+class _Measured(Protocol):
     """What is measured.
 
     Attributes:
@@ -332,7 +341,7 @@ class _Asked:
                 f"--random-range-ratio {self.range_ratio:g} is not allowed; pass 0 to below 1"
             )
 
-    def jobs(self, target: _Target) -> list[_Job]:
+    def jobs(self, target: _Measured) -> list[_Job]:
         found = [
             replace(job, prompt=self._as_sent(job.prompt, target)) for job in self._drawn(target)
         ]
@@ -340,7 +349,7 @@ class _Asked:
             raise InvalidConfigError(f"{self.dataset} holds no requests; put one on each line")
         return found
 
-    def _drawn(self, target: _Target) -> Sequence[_Job]:
+    def _drawn(self, target: _Measured) -> Sequence[_Job]:
         from jaxserve.workload import recorded, sharegpt
 
         num = self.num or _NUM_REQUESTS
@@ -393,7 +402,7 @@ class _Asked:
             max_tokens=max_tokens, temperature=self.temperature, ignore_eos=ignore_eos
         )
 
-    def _as_sent(self, prompt: Any, target: _Target) -> Any:
+    def _as_sent(self, prompt: Any, target: _Measured) -> Any:
         """Return a prompt in the form of the endpoint that was asked for."""
         if _is_chat(prompt):
             if self.endpoint == _COMPLETIONS:
@@ -469,7 +478,7 @@ class _Load:
 
     def __init__(
         self,
-        target: _Target,
+        target: _Measured,
         jobs: Sequence[_Job],
         arrivals_s: Sequence[float],
         concurrency: int | None,
@@ -549,7 +558,7 @@ class _Load:
 
 
 @contextmanager
-def _runtime(model: str, service_options: ServiceOptions) -> Iterator[_Target]:
+def _runtime(model: str, service_options: ServiceOptions) -> Iterator[_Measured]:
     started_s = time.perf_counter()
     with service_options.open(model) as service:
         described = {
@@ -612,7 +621,7 @@ def _server(
     tokenizer: str | None,
     service_options: ServiceOptions,
     processes: ProcessOptions,
-) -> AbstractContextManager[_Target]:
+) -> AbstractContextManager[_Measured]:
     given = [
         f"--{field.name.replace('_', '-')}"
         for group in (service_options, processes)

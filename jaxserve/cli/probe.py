@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxserve.models.store import LoadedModel
-    from jaxserve.predictor import History, LengthProbe, Readings
+    from jaxserve.predictor import LengthProbe, Readings, TrainingHistory
     from jaxserve.workload.answers import FinishedAnswer
 
 probe_app = typer.Typer(
@@ -74,7 +74,7 @@ class TrainedProbe:
 
     loaded: LoadedModel
     probe: LengthProbe
-    history: History
+    history: TrainingHistory
     answers: Sequence[Sequence[FinishedAnswer]]
     readings: Sequence[Readings]
 

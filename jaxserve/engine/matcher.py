@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_MESSAGE = 300
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Returns the text that more tokens of an answer add."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
@@ -175,7 +175,7 @@ class ThinkingMatcher:
         self,
         inner: Matcher | None,
         thinking: Thinking,
-        decode: Callable[[], Decoder],
+        decode: Callable[[], TextDecoder],
         budget: int | None,
         end_token_ids: Sequence[int],
     ):

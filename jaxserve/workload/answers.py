@@ -125,7 +125,7 @@ def questions(path: Path) -> Iterator[Question]:
             yield Question(talk.id, turn, talk.origin, question, answer)
 
 
-def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
+def turns(talk: sharegpt.SharedConversation) -> Iterator[tuple[str, str]]:
     """Yield every question that an answer follows, with the answer; neither is empty."""
     for (asker, question), (answerer, answer) in zip(
         talk.messages, talk.messages[1:], strict=False

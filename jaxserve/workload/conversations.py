@@ -35,7 +35,7 @@ class FollowUp(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class UserTurn:
     """A user's message and the length of its answer.
 
     Attributes:
@@ -53,7 +53,7 @@ class Turn:
 class Talk:
     """A conversation that begins `arrival_s` seconds after the start of the run."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[UserTurn, ...]
     arrival_s: float = 0.0
 
     @property
@@ -89,7 +89,7 @@ class Talks:
         self._places.append((talk, number + 1))
         return self._ask(turn, history + turn.token_ids, ended_s + turn.reaction_s)
 
-    def _ask(self, turn: Turn, prompt: tuple[int, ...], arrival_s: float) -> WorkloadItem:
+    def _ask(self, turn: UserTurn, prompt: tuple[int, ...], arrival_s: float) -> WorkloadItem:
         return WorkloadItem(
             prompt_token_ids=prompt,
             num_output_tokens=turn.num_output_tokens,
@@ -157,7 +157,7 @@ def sample(
             continue
         talk = Talk(
             turns=tuple(
-                Turn(
+                UserTurn(
                     token_ids=tuple(question[: math.ceil(scale * len(question))]),
                     num_output_tokens=math.ceil(scale * len(answer)),
                     reaction_s=float(reaction_s * numbers.standard_exponential()),

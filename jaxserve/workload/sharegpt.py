@@ -42,7 +42,7 @@ class TextEncoder(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class SharedConversation:
     """A conversation; `messages` are (author, text) in order, with authors "human" and "gpt"."""
 
     id: str
@@ -61,7 +61,7 @@ class Conversation:
         return self.messages[0][1], self.messages[1][1]
 
 
-def read(path: Path) -> Iterator[Conversation]:
+def read(path: Path) -> Iterator[SharedConversation]:
     """Yield the complete conversations of a file, in its order, without loading all of it.
 
     Raises:
@@ -72,7 +72,7 @@ def read(path: Path) -> Iterator[Conversation]:
         for record in _records(file, str(path)):
             try:
                 messages = tuple((turn["from"], turn["value"]) for turn in record["conversations"])
-                yield Conversation(id=str(record["id"]), messages=messages)
+                yield SharedConversation(id=str(record["id"]), messages=messages)
             except (KeyError, TypeError) as error:
                 raise InvalidConfigError(
                     f"{path} has a record without {error}; pass a ShareGPT file, whose records "
@@ -80,7 +80,7 @@ def read(path: Path) -> Iterator[Conversation]:
                 ) from error
 
 
-def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
+def whole(records: Iterable[SharedConversation]) -> Iterator[SharedConversation]:
     """Yield shared conversations, with consecutive records of one origin joined.
 
     A message that ends one record and begins the next is kept once.
@@ -90,7 +90,7 @@ def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
         for piece in pieces:
             repeats = bool(messages) and messages[-1:] == list(piece.messages[:1])
             messages += piece.messages[repeats:]
-        yield Conversation(id=f"{origin}_0", messages=tuple(messages))
+        yield SharedConversation(id=f"{origin}_0", messages=tuple(messages))
 
 
 def _records(file: TextIO, name: str) -> Iterator[dict]:

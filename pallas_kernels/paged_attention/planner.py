@@ -245,8 +245,8 @@ def plan(
     first = np.asarray(first_position, np.int64)
     context = np.asarray(context_length, np.int64)
     is_tiled = _is_tiled(tiling, length, context)
-    tiles = _Queries.of(length, first, context, sliding_window, is_tiled, tiling.tile_queries)
-    few = _Queries.of(length, first, context, sliding_window, ~is_tiled, tiling.split_queries)
+    tiles = _Runs.of(length, first, context, sliding_window, is_tiled, tiling.tile_queries)
+    few = _Runs.of(length, first, context, sliding_window, ~is_tiled, tiling.split_queries)
     longest_first = np.argsort(-(tiles.end - tiles.begin), kind="stable")
     splits, merges = _best_items(tiling, capacity, few)
     return Plan(
@@ -274,7 +274,7 @@ def _is_tiled(
 
 @final
 @dataclass(frozen=True)
-class _Queries:
+class _Runs:
     """Runs of queries, and the range of keys that each run sees."""
 
     row: Int[np.ndarray, " runs"]
@@ -292,7 +292,7 @@ class _Queries:
         sliding_window: int | None,
         chosen: Bool[np.ndarray, " rows"],
         most: int,
-    ) -> _Queries:
+    ) -> _Runs:
         """Return the queries of the chosen rows, in runs of at most `most`."""
         runs = np.where(chosen, -(-length // most), 0)
         row = np.repeat(np.arange(len(length)), runs)
@@ -310,7 +310,7 @@ class _Queries:
 
 
 def _best_items(
-    tiling: Tiling, capacity: Capacity, queries: _Queries
+    tiling: Tiling, capacity: Capacity, queries: _Runs
 ) -> tuple[Int[np.ndarray, "items 6"], Int[np.ndarray, "merges 5"]]:
     """Return the items and merges with the earliest estimated end, of those that fit."""
     begin = queries.begin // tiling.split_keys
@@ -341,7 +341,7 @@ class _Items:
 
 def _items(
     tiling: Tiling,
-    queries: _Queries,
+    queries: _Runs,
     begin: Int[np.ndarray, " runs"],
     end: Int[np.ndarray, " runs"],
     size: int,

@@ -19,7 +19,7 @@ from benchmarks.pensieve import (
     panels_of,
 )
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload.conversations import Talk, Turn
+from jaxserve.workload.conversations import Talk, UserTurn
 
 pytestmark = pytest.mark.release
 
@@ -30,7 +30,7 @@ def _talks(count: int) -> list[Talk]:
     return [
         Talk(
             turns=tuple(
-                Turn(
+                UserTurn(
                     token_ids=tuple(rng.integers(1, 1000, 400).tolist()),
                     num_output_tokens=int(rng.integers(5, 60)),
                     reaction_s=float(rng.exponential()),

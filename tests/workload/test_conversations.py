@@ -10,7 +10,7 @@ from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import sharegpt
-from jaxserve.workload.conversations import Talk, Talks, Turn, sample
+from jaxserve.workload.conversations import Talk, Talks, UserTurn, sample
 from tests.workload.made_up import WordTokenizer, record_of, written
 
 
@@ -78,7 +78,9 @@ def test_turns_follow_their_answers():
     talks = [
         Talk(
             turns=tuple(
-                Turn(token_ids=(talk + 1,) * 5, num_output_tokens=4 + turn, reaction_s=0.5 + talk)
+                UserTurn(
+                    token_ids=(talk + 1,) * 5, num_output_tokens=4 + turn, reaction_s=0.5 + talk
+                )
                 for turn in range(3)
             ),
             arrival_s=0.2 * talk,

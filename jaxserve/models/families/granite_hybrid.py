@@ -99,7 +99,7 @@ class GraniteHybridConfig(GraniteFactors):
         )
 
 
-class MambaBlock(RecurrentBlock):
+class GraniteMambaBlock(RecurrentBlock):
     """x + s * mixer(norm(x)), then x + s * mlp(norm(x)), with s = `residual_scale`."""
 
     norm_class = RMSNorm
@@ -118,13 +118,13 @@ class MambaBlock(RecurrentBlock):
 
 
 @final
-class ExpertsMambaBlock(MambaBlock):
+class ExpertsMambaBlock(GraniteMambaBlock):
     mlp_class = MixtureOfExperts
 
 
 @final
 class GraniteHybrid(Granite):
-    recurrent_block_class = MambaBlock
+    recurrent_block_class = GraniteMambaBlock
 
     def _block_class(self, layer: int) -> type[Block]:
         if self.config.experts is None:

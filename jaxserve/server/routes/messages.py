@@ -193,7 +193,7 @@ class AdaptiveThinking(Strict):
     )
 
 
-class Thinking(Strict):
+class ThinkingEnabled(Strict):
     """Switches thinking on, where the chat template has a switch."""
 
     type: Literal["enabled"]
@@ -242,7 +242,8 @@ class CountRequest(Strict):
         Field(None, description="auto by default.")
     )
     thinking: (
-        Annotated[NoThinking | AdaptiveThinking | Thinking, Field(discriminator="type")] | None
+        Annotated[NoThinking | AdaptiveThinking | ThinkingEnabled, Field(discriminator="type")]
+        | None
     ) = Field(None, description="adaptive by default.")
     output_config: OutputConfig | None = None
     cache_control: NoEffect = no_effect("prefixes are cached in any case.")
@@ -303,7 +304,7 @@ StopReason = Literal[
 ]
 
 
-class OutputTokensDetails(Reply):
+class MessagesTokensDetails(Reply):
     """Parts of the output."""
 
     thinking_tokens: int
@@ -316,13 +317,13 @@ class MessagesUsage(Reply):
     cache_creation_input_tokens: int | None = optional()
     cache_read_input_tokens: int | None = optional()
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = optional("Of an answer with thinking.")
+    output_tokens_details: MessagesTokensDetails | None = optional("Of an answer with thinking.")
 
     @classmethod
     def of(
         cls, num_prompt: int, num_cached: int, num_output: int, num_thinking: int
     ) -> MessagesUsage:
-        details = OutputTokensDetails(thinking_tokens=num_thinking)
+        details = MessagesTokensDetails(thinking_tokens=num_thinking)
         return cls(
             output_tokens_details=details if num_thinking else None,
             input_tokens=num_prompt - num_cached,
@@ -547,7 +548,7 @@ def _params(body: MessagesRequest, tools: Tools) -> SamplingParams:
         stop=tuple(body.stop_sequences or ()),
         separate_reasoning=True,
         max_thinking_tokens=(
-            body.thinking.budget_tokens if isinstance(body.thinking, Thinking) else None
+            body.thinking.budget_tokens if isinstance(body.thinking, ThinkingEnabled) else None
         ),
         **constraint_of(form, tools),
     )
