@@ -173,6 +173,11 @@ class CallReader:
             self._say_or_hold(buffer[:at])
             self._buffer = buffer[at:]
             if begin:
+                if not self._has_ended and any(
+                    len(self._buffer) < len(b) and b.startswith(self._buffer) for b in self._begins
+                ):
+                    yield from self._more()
+                    continue
                 # The longest of those that begin here.
                 begin = max((b for a, b in found if a == at), key=len)
                 self._held = []

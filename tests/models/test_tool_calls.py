@@ -105,6 +105,8 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (LLAMA3, '\n{"name": "now", "parameters": {}} so', [B, " so"]),
     # gpt-oss also calls on the channel of its thinking; openai-harmony 0.0.8 reads both.
     (HARMONY, "<|channel|>analysis to=functions.now code<|message|>{}<|call|>", [B]),
+    (HARMONY, "<|channel|>commentary to=functions.now<|message|>{}<|call|>", [B]),
+    (HARMONY, "<|channel|>commentary to=func", ["<|channel|>commentary to=func"]),
     (HARMONY, "<|channel|>commentary to=now <|constrain|>json<|message|>{}<|call|>", [B]),
     (
         HARMONY,
