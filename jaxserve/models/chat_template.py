@@ -128,7 +128,22 @@ class ChatTemplate:
         Other templates write the JSON of an object. Found by rendering a call.
         """
         arguments = '{"a":  "b"}'  # not as a filter writes it
-        function = {"name": "f", "arguments": arguments}
+        return arguments in (self._with_call(arguments) or "")
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Return whether it writes the calls of an earlier answer, found by rendering one.
+
+        A template that refuses the call writes calls. DeepSeek R1's writes those of a message
+        without content only, and SmolLM3's none.
+        """
+        found = [self._with_call(each) for each in ('{"a": "_value"}', {"a": "_value"})]
+        marks = "abcdefghi", "_name", "_value"
+        return not any(found) or any(mark in text for text in found if text for mark in marks)
+
+    def _with_call(self, arguments: Any) -> str | None:
+        """Return a chat that ends with a call; None if the template refuses it."""
+        function = {"name": "_name", "arguments": arguments}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         chat = [
@@ -136,9 +151,9 @@ class ChatTemplate:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            return arguments in self._rendered(chat, False, [tool], {})
+            return self._rendered(chat, False, [tool], {})
         except InvalidRequestError:
-            return False
+            return None
 
     def _ids(self, rendered: str, marker: str | None) -> list[int]:
         parts = [rendered] if marker is None else re.split(marker, rendered)

@@ -285,6 +285,14 @@ class Tokenizer:
         """
         return self._template_of(has_tools=has_tools).takes_text_arguments
 
+    def writes_calls(self, *, has_tools: bool) -> bool:
+        """Return whether the template writes the calls of the history; see `ChatTemplate`.
+
+        Raises:
+          InvalidRequestError: the model has no chat template.
+        """
+        return self._template_of(has_tools=has_tools).writes_calls
+
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of vocabulary and chat template; equal hashes mean equal token ids."""

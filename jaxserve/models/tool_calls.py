@@ -14,8 +14,13 @@ MISTRAL_ARGS   [TOOL_CALLS]name[ARGS], JSON of the arguments                  Mi
 LLAMA3         JSON of name and parameters, which is the whole answer;        Llama 3
                several by semicolons
 PYTHONIC       [name(key=value), ...], which is the whole answer              Llama 3.2, Llama 4
+LFM2           the same between tags                                          LFM2
+NEMOTRON       <TOOLCALL>, a JSON list of names and arguments, </TOOLCALL>    Nemotron Nano 2
+COMMAND        <|START_ACTION|>, a JSON list of numbers, tool_names and       Command A, R7B
+               parameters, <|END_ACTION|>
 GRANITE        <|tool_call|>, a JSON list of names and arguments              Granite 3
 QWEN3_CODER    <function=name>, <parameter=key>, value, ... in <tool_call>    Qwen3-Coder, Qwen3.5
+SEED           the same in <seed:tool_call>, values without line breaks       Seed-OSS
 GLM            <tool_call>name, <arg_key>, <arg_value>, ... </tool_call>      GLM 4.5 and later
 MINIMAX        <invoke name=...>, <parameter name=...>, value, ... in         MiniMax M2
                <minimax:tool_call>
@@ -47,9 +52,15 @@ _EXAMPLE = {"name": "name1", "arguments": {"argument1": "value1"}}
 @final
 @dataclass(frozen=True)
 class JsonCall:
-    """A call that is one JSON object; `arguments` is the key of the arguments."""
+    """A call that is one JSON object; the attributes are its keys, `number` that of its number."""
 
     arguments: str = "arguments"
+    name: str = "name"
+    number: str = ""
+
+    def filled(self, number: int, name: str, arguments: Any) -> dict[str, Any]:
+        first = {self.number: str(number)} if self.number else {}
+        return {**first, self.name: name, self.arguments: arguments}
 
 
 @final
@@ -177,6 +188,33 @@ PYTHONIC = ToolFormat(
     closing="]",
     other_begins=("<|python_start|>", "<|python_tag|>"),
 )
+LFM2 = ToolFormat(
+    NamedCall("", "(", ")", PythonArguments()),
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    between=", ",
+    separator=None,
+    opening="[",
+    closing="]",
+)
+NEMOTRON = ToolFormat(
+    JsonCall(),
+    "<TOOLCALL>",
+    "</TOOLCALL>",
+    between=", ",
+    separator=None,
+    opening="[",
+    closing="]",
+)
+COMMAND = ToolFormat(
+    JsonCall("parameters", name="tool_name", number="tool_call_id"),
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    between=",\n    ",
+    separator=None,
+    opening="[\n    ",
+    closing="\n]",
+)
 GRANITE = ToolFormat(
     JsonCall(),
     "<|tool_call|>",
@@ -199,6 +237,18 @@ QWEN3_CODER = ToolFormat(
     between=None,
     separator="\n",
     other_begins=("<function=",),
+)
+SEED = ToolFormat(
+    NamedCall(
+        "<function=",
+        ">\n",
+        "</function>",
+        TaggedArguments("<parameter=", ">", "</parameter>\n"),
+    ),
+    "<seed:tool_call>\n",
+    "\n</seed:tool_call>",
+    between=None,
+    separator="\n",
 )
 GLM = ToolFormat(
     NamedCall(
@@ -297,6 +347,11 @@ GEMMA4 = ToolFormat(
 # <tool_call> around something that is not JSON.
 _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<minimax:tool_call>",), MINIMAX),
+    (("<seed:tool_call>",), SEED),
+    (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
+    (("<TOOLCALL>",), NEMOTRON),
+    (("<|START_ACTION|>",), COMMAND),
     (("<arg_key>",), GLM),
     (("<tool_call>", "<function=", "<parameter="), QWEN3_CODER),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
@@ -325,13 +380,9 @@ def format_of(chat_template: str | None) -> ToolFormat:
     return next((form for form in found if _is_json(form)), LIST)
 
 
-def writes_calls(chat_template: str) -> bool:
-    """Return whether a template writes calls; otherwise `with_calls_as_text` does.
-
-    One of a family that writes no JSON is taken to do it.
-    """
-    form = format_of(chat_template)
-    return form is not LIST and ("tool_calls" in chat_template or not _is_json(form))
+def is_writable(form: ToolFormat) -> bool:
+    """Return whether `with_calls_as_text` can write calls in a format: with JSON or as Python."""
+    return _is_json(form) or isinstance(_arguments_of(form), PythonArguments)
 
 
 def with_instruction(
@@ -392,15 +443,16 @@ def _as_text(form: ToolFormat, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls in a format whose arguments are JSON."""
+    """Return calls in a format that `is_writable`."""
     call = form.call
     if isinstance(call, JsonCall):
-        keys = "name", call.arguments
-        each = [json.dumps(dict(zip(keys, _parts(one), strict=True))) for one in calls]
+        each = [json.dumps(call.filled(i, *_parts(one))) for i, one in enumerate(calls)]
     else:
         id = "functions.{}:{}" if call.is_numbered else "{}"
+        is_python = isinstance(call.arguments, PythonArguments)
+        write = _as_python if is_python else json.dumps
         each = [
-            f"{call.begin}{id.format(name, i)}{call.after}{json.dumps(arguments)}{call.end}"
+            f"{call.begin}{id.format(name, i)}{call.after}{write(arguments)}{call.end}"
             for i, (name, arguments) in enumerate(map(_parts, calls))
         ]
     if form.between is not None:
@@ -409,12 +461,22 @@ def _written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
     return f"{form.begin}{form.opening}{inner}{form.closing}{form.end}"
 
 
+def _as_python(arguments: Any) -> str:
+    if not isinstance(arguments, Mapping):
+        return repr(arguments)
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
 def _parts(function: Mapping[str, Any]) -> tuple[str, Any]:
     return function["name"], function["arguments"]
 
 
 def _is_json(form: ToolFormat) -> bool:
-    return isinstance(form.call, JsonCall) or isinstance(form.call.arguments, JsonArguments)
+    return isinstance(form.call, JsonCall) or isinstance(_arguments_of(form), JsonArguments)
+
+
+def _arguments_of(form: ToolFormat) -> object:
+    return form.call.arguments
 
 
 def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

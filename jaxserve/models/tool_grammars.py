@@ -106,9 +106,13 @@ class _Lines:
     def add_tool(self, rule: str, tool: Mapping[str, Any]) -> None:
         call, name, schema = self._form.call, tool["name"], parameters_of(tool)
         if isinstance(call, JsonCall):
-            begin = f'{{"name": {json.dumps(name)}, {json.dumps(call.arguments)}: '
+            begin = f"{json.dumps(call.name)}: {json.dumps(name)}, {json.dumps(call.arguments)}: "
+            first = json.dumps("{" + begin)
+            if call.number:
+                before, after = f'{{{json.dumps(call.number)}: "', f'", {begin}'
+                first = f"{json.dumps(before)} /0|[1-9][0-9]?/ {json.dumps(after)}"
             # A separate JSON schema, so that references in it begin at its own root.
-            self.lines.append(f'{rule}: {json.dumps(begin)} {rule}_arguments "}}"')
+            self.lines.append(f'{rule}: {first} {rule}_arguments "}}"')
             self.lines += lark_rules(schema, f"{rule}_arguments")
             return
         assert isinstance(call, NamedCall)

@@ -384,7 +384,7 @@ class CallReader:
             key = yield from self._json_string()
             yield from self._expect(":")
             yield from self._skip()
-            if key == "name" and name is None and self._buffer.startswith('"'):
+            if key == call.name and name is None and self._buffer.startswith('"'):
                 name = yield from self._json_string()
             elif key in ("arguments", "parameters") and arguments is None and not is_returned:
                 if name in self._tools and self._buffer.startswith("{"):

@@ -55,7 +55,6 @@ class Tools:
         template = tokenizer.tool_template or tokenizer.chat_template or ""
         self._form = format_of(template)
         self._writes_tools = "tools" in template
-        self._writes_calls = tool_calls.writes_calls(template)
         offered = (given or ()) if self.is_given else ()
         self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
@@ -134,9 +133,18 @@ class Tools:
 
         If the chat template writes no calls, they and their results become text.
         """
-        if self._writes_calls:
+        if not any("tool_calls" in each or each.get("role") == "tool" for each in messages):
+            return [dict(message) for message in messages]
+        if self._writes_calls():
             return self._as_read(tool_calls.with_ids(self._form, messages))
         return tool_calls.with_calls_as_text(self._form, _with_objects(messages))
+
+    def _writes_calls(self) -> bool:
+        if self._form is tool_calls.LIST:  # of our own instruction
+            return False
+        if not tool_calls.is_writable(self._form):
+            return True
+        return self.tokenizer.writes_calls(has_tools=self.is_given)
 
     @property
     def _given(self) -> list[dict[str, Any]] | None:

@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 
 from jaxserve.models.tool_calls import (
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GRANITE,
     HARMONY,
     HERMES,
     KIMI,
+    LFM2,
     LIST,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
+    PYTHONIC,
     JsonCall,
     ToolFormat,
     format_of,
     with_calls_as_text,
     with_instruction,
-    writes_calls,
 )
 from jaxserve.models.tool_reader import Call, CallReader, MoreArguments
 
@@ -189,7 +192,7 @@ def test_the_instruction_shows_the_family_s_own_notation():
         "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{% endfor %}"
     )
     form = format_of(template)
-    assert form is DEEPSEEK_V31 and writes_calls(template)
+    assert form is DEEPSEEK_V31
     (first,) = with_instruction(form, [], [])
     assert first["content"].endswith(
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name1<｜tool▁sep｜>{"argument1": "value1"}'
@@ -205,6 +208,10 @@ def test_the_instruction_shows_the_family_s_own_notation():
         MISTRAL,
         MISTRAL_ARGS,
         LLAMA3,
+        PYTHONIC,
+        LFM2,
+        NEMOTRON,
+        COMMAND,
         GRANITE,
         DEEPSEEK_V3,
         DEEPSEEK_V31,

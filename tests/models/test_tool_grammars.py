@@ -39,10 +39,27 @@ CALLS: list[tuple[ToolFormat, str]] = [
     (tool_calls.MISTRAL, f'[TOOL_CALLS][{{"name": "save", "arguments": {JSON}}}]'),
     (tool_calls.MISTRAL_ARGS, f"[TOOL_CALLS]save[ARGS]{JSON}"),
     (tool_calls.LLAMA3, f'{{"name": "save", "parameters": {JSON}}}'),
+    (tool_calls.NEMOTRON, f'<TOOLCALL>[{{"name": "save", "arguments": {JSON}}}]</TOOLCALL>'),
+    (
+        tool_calls.COMMAND,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "save", '
+        f'"parameters": {JSON}}}\n]<|END_ACTION|>',
+    ),
     (tool_calls.GRANITE, f'<|tool_call|>[{{"name": "save", "arguments": {JSON}}}]'),
     (
         tool_calls.PYTHONIC,
         '[save(text="a\\n</b>", count=5, force=True, tags=["x"])]',
+    ),
+    (
+        tool_calls.LFM2,
+        '<|tool_call_start|>[save(text="a\\n</b>", count=5, force=True, tags=["x"])]'
+        "<|tool_call_end|>",
+    ),
+    (
+        tool_calls.SEED,
+        "<seed:tool_call>\n<function=save>\n<parameter=text>a\n</b></parameter>\n"
+        "<parameter=count>5</parameter>\n<parameter=force>true</parameter>\n"
+        '<parameter=tags>["x"]</parameter>\n</function>\n</seed:tool_call>',
     ),
     (
         tool_calls.QWEN3_CODER,
@@ -103,7 +120,7 @@ def _grammar(form: ToolFormat, *tools: Any, several: bool = False) -> str:
 @pytest.mark.parametrize(("form", "text"), CALLS)
 def test_a_forced_call_is_as_the_family_writes_it(form, text):
     """The call matches; one with a wrong type, without what is required, or cut short does not."""
-    truth = "True" if form is tool_calls.PYTHONIC else "true"
+    truth = "True" if form in (tool_calls.PYTHONIC, tool_calls.LFM2) else "true"
     wrong = [text.replace("5", "five"), text.replace(truth, "7"), text[:-1], text.replace("x", "z")]
     wrong += [text.replace("save", "other"), text.replace("count", "number"), text + text]
     assert matching(_grammar(form), [text, *wrong]) == [text]

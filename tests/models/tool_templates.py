@@ -50,6 +50,7 @@ _GLM = (
     "<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v | tojson if v is not string else v }}</arg_value>\n"
 )
+_SEED = "<parameter={{ k }}>{{ v | tojson if v is not string else v }}</parameter>\n"
 _MINIMAX = '<parameter name="{{ k }}">{{ v | tojson if v is not string else v }}</parameter>\n'
 _PYTHON = (
     "{{ k }}={% if v is boolean or v is none %}{{ v }}{% else %}{{ v | tojson }}{% endif %}"
@@ -135,6 +136,43 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
         "vllm 5c1f5d1 vllm/parser/granite.py",
         tool_calls.GRANITE,
         _template(_joined(_JSON, ", "), before="<|tool_call|>[", after="]"),
+    ),
+    (
+        "LFM2",
+        "llama.cpp 6f4e9f5 models/templates/LFM2.5-8B-A1B.jinja",
+        tool_calls.LFM2,
+        _template(
+            _joined("{{ f.name }}(" + _ITEMS.replace("ITEM", _PYTHON) + ")", ", "),
+            before="{{ m.content }}<|tool_call_start|>[",
+            after="]<|tool_call_end|>",
+        ),
+    ),
+    (
+        "Nemotron Nano 2",
+        "llama.cpp f01caef models/templates/NVIDIA-Nemotron-Nano-v2.jinja",
+        tool_calls.NEMOTRON,
+        _template(_joined(_JSON, ", "), before="{{ m.content }}<TOOLCALL>[", after="]</TOOLCALL>"),
+    ),
+    (
+        "Command A, R7B",
+        "llama.cpp 041462b models/templates/CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja",
+        tool_calls.COMMAND,
+        _template(
+            '\n    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", '
+            '"parameters": {{ f.arguments | tojson }}}{% if not loop.last %},{% endif %}\n',
+            before="<|START_ACTION|>[",
+            after="]<|END_ACTION|>",
+        ),
+    ),
+    (
+        "Seed-OSS",
+        "llama.cpp b1933d3 models/templates/ByteDance-Seed-OSS.jinja",
+        tool_calls.SEED,
+        _template(
+            "\n<seed:tool_call>\n<function={{ f.name }}>\n"
+            + _ITEMS.replace("ITEM", _SEED)
+            + "</function>\n</seed:tool_call>"
+        ),
     ),
     (
         "Qwen3-Coder, Qwen3.5",

@@ -259,3 +259,19 @@ def test_ids_are_those_that_the_template_takes():
     (made,) = whole(given.reader().push(text, "stop")).tool_calls or []
     message = {"role": "tool", "content": "7", "tool_call_id": made.id}
     assert given.as_said([message]) == [message] and len(made.id) == 9
+
+
+def test_calls_that_a_template_leaves_out_become_text():
+    """DeepSeek R1's template writes the calls of a message without content only.
+
+    As llama.cpp's `deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja` has it.
+    """
+    left_out = (
+        "{% if tools %}{% endif %}<tool_call>{% for m in messages %}"
+        "{% if m.role == 'assistant' and m.content is none %}{{ m.tool_calls }}{% endif %}"
+        "{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert _prompt('{"a": 1}', TOOLS, chat_template=left_out) == (
+        f"<tool_call>user:q;assistant:{call};user:<tool_response>7</tool_response>;"
+    )
