@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from tqdm import tqdm
-
 from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.processes import HERE, OTHER, checkouts, result_of
-from benchmarks.common.repeats import Figures, in_turns, ratio, repeats, summary
+from benchmarks.common.repeats import Figures, ratio, repeats, summary, take_turns
 
 
 @final
@@ -79,28 +77,25 @@ MEASUREMENTS = {
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     names = some_of(options.only or ",".join(MEASUREMENTS), "--only", MEASUREMENTS)
-    both = checkouts(options.checkout)
-    found: dict[str, dict[str, list[Figures]]] = {}
-    turns = [(name, *turn) for turn in in_turns(list(both), options.repeats) for name in names]
-    # One measurement's runs in both checkouts are next to each other.
-    turns.sort(key=lambda turn: (turn[1], names.index(turn[0])))
-    for name, _, checkout in tqdm(turns, desc="baseline", unit="run", leave=False, delay=2):
-        measurement = MEASUREMENTS[name]
-        command = f"-m benchmarks.{measurement.command}".split()
-        figures = measurement.figures(result_of(*command, checkout=both[checkout]))
-        found.setdefault(name, {}).setdefault(checkout, []).append(figures)
+    folders = checkouts(options.checkout)
+    return {"measurements": {name: _compared(name, folders, options.repeats) for name in names}}
+
+
+def _compared(name: str, folders: dict[str, Path], repeats: int) -> dict[str, Any]:
+    measurement = MEASUREMENTS[name]
+    command = f"-m benchmarks.{measurement.command}".split()
+
+    def play(checkout: str) -> Figures:
+        return measurement.figures(result_of(*command, checkout=folders[checkout]))
+
+    runs = take_turns(list(folders), repeats, play, at=name)
     return {
-        "measurements": {
-            name: {
-                **{checkout: summary(own) for checkout, own in runs.items()},
-                "ratios": {
-                    figure: ratio(runs, figure, HERE, OTHER)
-                    for figure in runs[HERE][0]
-                    if figure in runs[OTHER][0]
-                },
-            }
-            for name, runs in found.items()
-        }
+        **{checkout: summary(own) for checkout, own in runs.items()},
+        "ratios": {
+            figure: ratio(runs, figure, HERE, OTHER)
+            for figure in runs[HERE][0]
+            if figure in runs[OTHER][0]
+        },
     }
 
 

@@ -201,9 +201,8 @@ class _Sweeps:
             is_spent = False
             for _, name in in_turns(names, repeats):
                 label = f"{self._name}, {how}, {name}, {pattern(rate)}"
-                is_spent = record.is_spent
+                is_spent = not record.allows(label)
                 if is_spent:
-                    record.skip(label)
                     break
                 print(label, file=sys.stderr)
                 try:

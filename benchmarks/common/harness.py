@@ -113,7 +113,8 @@ class Benchmark:
         """
         options = self.parser().parse_args(arguments)
         try:
-            check_repeats(getattr(options, "repeats", 1))
+            if (repeats := getattr(options, "repeats", 1)) < 1:
+                raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
             result = self.run(options)
         except JaxserveError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -127,11 +128,6 @@ class Benchmark:
 
         show_result(result)
         return 0 if self.is_whole(result) else 1
-
-
-def check_repeats(repeats: int) -> None:
-    if repeats < 1:
-        raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
 
 
 def whole_result(
@@ -248,9 +244,13 @@ class Record:
         """Return the record of a benchmark's run, which begins as `whole_result` does."""
         return cls(options.output, options.budget, **whole_result(kind, options, about))
 
-    @property
-    def is_spent(self) -> bool:
-        return self._end_s is not None and time.monotonic() >= self._end_s
+    def allows(self, name: str) -> bool:
+        """Return whether the budget allows a measurement to begin; if not, it is skipped."""
+        if self._end_s is None or time.monotonic() < self._end_s:
+            return True
+        self.result["skipped"].append(name)
+        self.save()
+        return False
 
     def add(self, kind: str, name: str, measure: Callable[[], Any]) -> Any | None:
         """Append what `measure` returns to the list of a kind, if the budget allows.
@@ -260,8 +260,7 @@ class Record:
         Returns:
           The figures; None if the measurement failed or was skipped.
         """
-        if self.is_spent:
-            self.skip(name)
+        if not self.allows(name):
             return None
         try:
             figures = measure()
@@ -272,11 +271,6 @@ class Record:
         self.result.setdefault(kind, []).append(figures)
         self.save()
         return figures
-
-    def skip(self, name: str) -> None:
-        """Record a measurement that the budget did not allow."""
-        self.result["skipped"].append(name)
-        self.save()
 
     def fail(self, name: str, error: Exception) -> None:
         """Record why a measurement has no figures."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, final
 
-from benchmarks.common.harness import Option, check_repeats, option
+from benchmarks.common.harness import Option, option
 
 T = TypeVar("T")
 Figures = dict[str, Any]
@@ -68,7 +68,6 @@ def take_turns(
 
 def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """Return the order of runs, (number of the run, name): A, B, C, A, B, C, ..."""
-    check_repeats(repeats)
     return ((number, name) for number in range(repeats) for name in names)
 
 

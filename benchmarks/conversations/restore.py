@@ -45,7 +45,6 @@ _BEFORE, _UNDISTURBED = 4, 48
 # Tokens of the turn itself.
 _NEW_TOKENS = 32
 _POINT = ("situation", "length", "way")
-FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,8 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[Figures]] = {}
     turns = list(in_turns(list(points), options.repeats))
     for number, name in tqdm(turns, desc="restoring pages", delay=2, leave=False):
-        if record.is_spent:
-            record.skip(f"{name}, run {number + 1}")
+        if not record.allows(f"{name}, run {number + 1}"):
             continue
         runs.setdefault(name, []).append(server.measure(*points[name]))
         record.result |= {

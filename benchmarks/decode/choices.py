@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = replace(config, dtype=dtype.name)
     prompt, output = options.prompt_tokens, options.output_tokens
     for layout in LAYOUTS:
-        if record.is_spent:
-            record.skip(layout)
+        if not record.allows(layout):
             continue
         with ExitStack() as stack:
             try:

@@ -49,7 +49,6 @@ from jaxserve.planning.schedules import (
 from jaxserve.planning.schedules.search import maximise, search_among, throughput_under
 
 BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
-FAMILIES = ("rra", "waa", "continuous")
 
 
 @final

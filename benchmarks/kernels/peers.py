@@ -423,11 +423,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {"shape": shape.name, "peers": {}}
         record.result.setdefault("shapes", []).append(found)
         for name in names:
-            if record.is_spent:
-                record.skip(f"{shape.name}, {name}")
-                continue
-            found["peers"][name] = figures(PEERS[name], shape, device, dtype)
-            record.save()
+            if record.allows(f"{shape.name}, {name}"):
+                found["peers"][name] = figures(PEERS[name], shape, device, dtype)
+                record.save()
     return record.result
 
 

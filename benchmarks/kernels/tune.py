@@ -135,8 +135,7 @@ def descend(
             if changed == best:
                 continue
             name = ".".join(place)
-            if record.is_spent:
-                record.skip(f"{name}={value}")
+            if not record.allows(f"{name}={value}"):
                 continue
             try:
                 times = seconds(changed)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.repeats import Figures, in_turns, repeats, summary
+from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.roofline import bound, measure_machine
 from benchmarks.common.serving import answered
 from benchmarks.common.timing import full_step_s, seconds
@@ -144,14 +144,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.execution.sizes import platform_defaults
 
     peers = peers_of(options)
-    turns = in_turns([options.policy], options.repeats)
     settings = _runtime_settings(options)
     starts = start_times(options.model, settings) if options.cold else None
     begin_s = time.perf_counter()
     with Runtime.from_pretrained(options.model, warmup="full", **settings) as rt:
         ready_s = time.perf_counter() - begin_s
         items = _workload(options, rt)
-        runs = [_run_once(rt, items) for _ in turns]
+        runs = [_run_once(rt, items) for _ in range(options.repeats)]
         # Measured before the weights of the bound add to it.
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         config = rt.model_config

@@ -8,7 +8,6 @@ points. It imports only jaxserve, and of it only what the compared commits have 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.presets import PRESETS
 
@@ -38,8 +38,6 @@ _LONG_AT_ONCE = 2
 _LONG_STEP_TOKENS = 8192
 # Steps before the measurement, in which the slots fill.
 _WARM_UP_STEPS = 40
-# Where the simulated executor is, and where it was.
-_EXECUTORS = ("jaxserve.execution.simulated", "jaxserve.engine.simulated")
 
 
 class Timed:
@@ -85,7 +83,7 @@ def measure(
         restore="prefetch",  # as on every platform (`execution.sizes`)
     )
     clock = VirtualClock()
-    executor = _executor_type()(config, clock, reads_context=False)
+    executor = SimulatedExecutor(config, clock, reads_context=False)
     submitted = Timed(executor, "submit")
     engine = Engine(executor, PRESETS[policy], clock)
     requests = _Requests(max_context if is_long else None)
@@ -163,15 +161,6 @@ class _Requests:
                 start : start + int(rng.integers(self._longest // 2, self._longest))
             ]
         return tuple(rng.integers(1, 1000, int(rng.integers(16, 128))).tolist())
-
-
-def _executor_type() -> Any:
-    for name in _EXECUTORS:
-        try:
-            return importlib.import_module(name).SimulatedExecutor
-        except ModuleNotFoundError:
-            continue
-    raise ModuleNotFoundError(f"no simulated executor in {_EXECUTORS}")
 
 
 def _milliseconds(times_s: list[float]) -> dict[str, float]:

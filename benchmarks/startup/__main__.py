@@ -12,13 +12,13 @@ import sys
 from typing import Any
 
 from benchmarks.common.harness import Benchmark, option
-from benchmarks.common.repeats import in_turns, repeats, summary
+from benchmarks.common.repeats import repeats, summary
 from benchmarks.startup.starts import cold_cache, start
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "filling": [], "warm": []}
-    for _ in in_turns([options.model], options.repeats):
+    for _ in range(options.repeats):
         with cold_cache() as folder:
             runs["cold"].append(start(options.model, options.settings, folder))
             # The rest of the work that the cold start did not wait for.

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from benchmarks.common.environment import status_bytes
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.processes import result_of
-from benchmarks.common.repeats import in_turns, repeats, summary
+from benchmarks.common.repeats import repeats, summary
 from benchmarks.common.shapes import SIZES
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes
@@ -66,7 +66,7 @@ def measure(
         write_s = time.perf_counter() - begin_s
         num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         runs = []
-        for _ in in_turns([shape], repeats):
+        for _ in range(repeats):
             for path in Path(folder).glob("*.safetensors"):
                 _leave_page_cache(path)
             figures = result_of("-c", _PROGRAM, folder, dtype)

@@ -167,8 +167,7 @@ class _Contest:
         for number, name in in_turns(list(self.commands), repeats):
             if name in self.errors:
                 continue
-            if self.record.is_spent:
-                self.record.skip(f"{label}, {name}, run {number + 1}")
+            if not self.record.allows(f"{label}, {name}, run {number + 1}"):
                 continue
             print(f"{label}: {name}", file=sys.stderr)
             try:

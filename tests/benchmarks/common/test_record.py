@@ -35,7 +35,6 @@ def test_the_file_is_whole_after_every_figure(tmp_path):
 def test_nothing_begins_when_the_time_is_over(tmp_path):
     """The measurement is named among the skipped ones."""
     record = Record(tmp_path / "result.json", 0.0)
-    assert record.is_spent
     assert record.add("rows", "late", lambda: {"us": 1}) is None
     assert record.result == {"failed": {}, "skipped": ["late"]}
 

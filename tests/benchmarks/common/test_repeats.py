@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common.repeats import Spread, in_turns, ratios, summary
-from jaxserve.core.errors import InvalidConfigError
+from benchmarks.common.harness import Benchmark
+from benchmarks.common.repeats import Spread, in_turns, ratios, repeats, summary
 
 pytestmark = pytest.mark.fast
 
@@ -30,11 +30,13 @@ def test_runs_take_turns():
     ]
 
 
-@pytest.mark.parametrize("repeats", [0, -1])
-def test_no_runs_are_refused(repeats: int):
-    """The number is refused before the first run."""
-    with pytest.raises(InvalidConfigError, match=f"--repeats is {repeats}; it must be at least 1"):
-        in_turns(["a"], repeats)
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_runs_are_refused(number: int, capsys):
+    """The number is refused before anything is measured."""
+    runs = []
+    main = Benchmark("About: `python -m about`.", runs.append, (repeats("way"),), "about")
+    assert main(["--repeats", f"{number}"]) == 2 and runs == []
+    assert f"--repeats is {number}; it must be at least 1" in capsys.readouterr().err
 
 
 def test_three_runs_worked_out_by_hand():
