@@ -25,6 +25,7 @@ OPTIONS_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "load_in_4bit": "quantize='int4'",
         "load_in_8bit": "quantize='int8'",
         "torch_dtype": "dtype of from_pretrained",
+        "dtype": "dtype to from_pretrained; a model that is given keeps its own",
         "tensor_parallel_size": "mesh=sharding.make_mesh(tensor=...)",
         "tp_size": "mesh=sharding.make_mesh(tensor=...)",
         "pipeline_parallel_size": "mesh=sharding.StagePlan.of(...)",

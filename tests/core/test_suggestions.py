@@ -23,6 +23,7 @@ pytestmark = pytest.mark.fast
     ("name", "said"),
     [
         ("max_model_len", "max_model_len is not known here; pass max_context$"),
+        ("dtype", "pass dtype to from_pretrained; a model that is given keeps its own$"),
         ("polcy", r"polcy is not known; did you mean policy\?$"),
         ("xyz", "xyz is not known; known are policy, latency_bound, .*progress$"),
     ],
