@@ -16,6 +16,7 @@ import pytest
 from examples import grpo
 from jaxserve import Runtime
 from jaxserve.testing import WrapAll
+from tests.common.processes import HEED_INTERRUPTS
 
 pytestmark = pytest.mark.release
 
@@ -90,19 +91,26 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(capsys):
 def test_an_interrupt_ends_the_training_and_keeps_its_picture(tmp_path):
     """Ctrl-C gives exit code 130, one line and the picture of what was done, and no traceback."""
     picture = tmp_path / "reward.png"
+    program = (
+        f"{HEED_INTERRUPTS}; import runpy; runpy.run_module('examples.grpo', None, '__main__')"
+    )
     running = subprocess.Popen(
-        [sys.executable, "-m", "examples.grpo", *SHORT, "--steps=100000", f"--plot={picture}"],
+        [sys.executable, "-c", program, *SHORT, "--steps=100000", f"--plot={picture}"],
         cwd=ROOT,
         env=os.environ | {"JAX_NUMPY_DTYPE_PROMOTION": "standard"},
         stderr=subprocess.PIPE,
         text=True,
     )
     assert running.stderr is not None
-    seen = ""
-    while "reward=" not in seen:
-        seen += running.stderr.read(1)
-    running.send_signal(signal.SIGINT)
-    _, rest = running.communicate(timeout=60)
+    with running:
+        try:
+            seen = ""
+            while "reward=" not in seen:
+                seen += running.stderr.read(1)
+            running.send_signal(signal.SIGINT)
+            _, rest = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert running.returncode == 130, rest
     assert "Traceback" not in rest and "stopped after" in rest
     assert picture.read_bytes().startswith(b"\x89PNG")
