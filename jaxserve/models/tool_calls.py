@@ -350,6 +350,7 @@ _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<seed:tool_call>",), SEED),
     (("<|tool_call_start|>",), LFM2),
     (("<|tool_list_start|>",), LFM2),
+    (("List of tools: [",), LFM2),
     (("<TOOLCALL>",), NEMOTRON),
     (("<|START_ACTION|>",), COMMAND),
     (("<arg_key>",), GLM),

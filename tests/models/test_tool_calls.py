@@ -165,6 +165,9 @@ def test_formats_are_told_by_the_template():
     assert format_of("{{ tools }} <tool_call>") is HERMES
     assert format_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
     assert format_of('{{ tools }} "parameters": <|python_tag|>') is LLAMA3
+    # LFM2's own templates write the tools, and no calls (llama.cpp's `LFM2*.jinja`).
+    assert format_of("List of tools: <|tool_list_start|>[{{ tools }}") is LFM2
+    assert format_of("List of tools: [{{ tools }}") is LFM2
     assert format_of("{{ messages }}") is LIST
     assert format_of(None) is LIST
 
