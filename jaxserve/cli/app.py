@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -59,8 +63,29 @@ def _root(
     pass
 
 
+def heed_interrupts() -> None:
+    """Raise KeyboardInterrupt at Ctrl-C also where it comes within the garbage collector.
+
+    Python drops the errors of `gc.callbacks`, of which JAX has one, and most interrupts arrive
+    there while many objects are made (findings/jax_gc_callback_swallows_interrupts.sh).
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    callbacks = {getattr(each, "__code__", None) for each in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            threading.Timer(0.001, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point of the `jaxserve` script."""
+    heed_interrupts()
     try:
         app()
     except EndsAtOnce:

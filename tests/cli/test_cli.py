@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from jax.sharding import Mesh
 
+from jaxserve.cli.app import heed_interrupts
 from jaxserve.cli.opening import device_groups
 from jaxserve.conversations import Journal
 from jaxserve.sharding import StagePlan
@@ -301,6 +308,29 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
     assert process.returncode == 130, said + rest
     assert [json.loads(line)["id"] for line in out.splitlines()] == [0]
     assert "Traceback" not in said + rest
+
+
+def test_no_interrupt_is_lost_in_the_garbage_collector():
+    """JAX runs a Python function at each collection, whose errors Python drops."""
+    assert any(isinstance(callback, FunctionType) for callback in gc.callbacks)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threshold = gc.get_threshold()
+    text, num_noticed = json.dumps([[i] for i in range(3000)]), 0
+    try:
+        gc.set_threshold(700, 10, 10)  # Python's own
+        heed_interrupts()
+        for _ in range(20):
+            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            end_s = time.monotonic() + 1
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.start()
+                while time.monotonic() < end_s:
+                    json.loads(text)
+            num_noticed += time.monotonic() < end_s
+    finally:
+        signal.signal(signal.SIGINT, before)
+        gc.set_threshold(*threshold)
+    assert num_noticed == 20
 
 
 def test_an_unknown_model_is_one_line():
