@@ -43,7 +43,7 @@ SITUATIONS = {
 # Tokens of the other sequences before the measurement, and to time a token undisturbed.
 _BEFORE, _UNDISTURBED = 4, 48
 # Tokens of the turn itself.
-_NEW_TOKENS = 32
+NEW_TOKENS = 32
 _POINT = ("situation", "length", "way")
 
 
@@ -80,7 +80,7 @@ class _Server:
     def __init__(self, options: argparse.Namespace, longest: int):
         enable_compilation_cache()
         model = _model(options, platform_defaults().dtype)
-        num_tokens = options.wait_tokens + longest + _NEW_TOKENS
+        num_tokens = options.wait_tokens + longest + NEW_TOKENS
         built, size = build_executor(
             ExecutorSpec(
                 graphdef=model.graphdef,
@@ -120,7 +120,7 @@ class _Server:
     def measure(self, situation: str, length: int, way: str) -> dict[str, float]:
         """Measure one turn of a conversation while other sequences decode."""
         self._begin(way)
-        prompt = self._tokens(length + _NEW_TOKENS)
+        prompt = self._tokens(length + NEW_TOKENS)
         self._put_on_host(prompt[:length])
         others = [self._add(16, 2**20) for _ in range(self._options.others)]
         blocker = self._add(16, self._options.wait_tokens) if situation == "waits" else None

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.common.harness import whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
+from benchmarks.conversations.restore import NEW_TOKENS
 from benchmarks.kernels.timing import chosen
 from scripts.gpu_check import PARTS, Part, check, count_tests, main, run_part
 
@@ -141,7 +142,7 @@ def test_restores_take_the_shape_of_a_model():
     assert options.model in SHAPES
     model = hf_config(options.model)
     longest = max(whole_numbers(options.lengths, "--lengths"))
-    assert longest + options.wait_tokens + options.new_tokens < model["max_position_embeddings"]
+    assert longest + options.wait_tokens + NEW_TOKENS < model["max_position_embeddings"]
 
 
 def test_first_shapes_and_the_rest_are_all_shapes():
