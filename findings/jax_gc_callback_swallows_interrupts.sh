@@ -11,8 +11,8 @@
 #   without jax 0
 #   with jax 88 to 98, each ignored in _xla_gc_callback
 #
-# It follows: a program that is to end at Ctrl-C has a handler of its own, which raises again a little later
-# where it finds itself within a callback of the garbage collector.
+# It follows: a program that is to end at Ctrl-C has a `sys.unraisablehook`, which sends SIGINT once more when it
+# is told of a KeyboardInterrupt.
 set -euo pipefail
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT

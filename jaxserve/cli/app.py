@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 import threading
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -64,23 +62,21 @@ def _root(
 
 
 def heed_interrupts() -> None:
-    """Raise KeyboardInterrupt at Ctrl-C also where it comes within the garbage collector.
+    """Raise KeyboardInterrupt again, a moment later, where Python has dropped it.
 
-    Python drops the errors of `gc.callbacks`, of which JAX has one, and most interrupts arrive
-    there while many objects are made (findings/jax_gc_callback_swallows_interrupts.sh).
+    It drops errors of `gc.callbacks`, of which JAX has one, and of callbacks of weak references.
+    Most interrupts arrive there while many objects are made
+    (findings/jax_gc_callback_swallows_interrupts.sh).
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    show = sys.unraisablehook
 
+    def heed(dropped: sys.UnraisableHookArgs) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            show(dropped)
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    callbacks = {getattr(each, "__code__", None) for each in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in callbacks:
-            threading.Timer(0.001, os.kill, (os.getpid(), number)).start()
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
+    sys.unraisablehook = heed
 
 
 def main() -> None:

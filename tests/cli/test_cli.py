@@ -314,7 +314,7 @@ def test_no_interrupt_is_lost_in_the_garbage_collector():
     """JAX runs a Python function at each collection, whose errors Python drops."""
     assert any(isinstance(callback, FunctionType) for callback in gc.callbacks)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threshold = gc.get_threshold()
+    threshold, show = gc.get_threshold(), sys.unraisablehook
     text, num_noticed = json.dumps([[i] for i in range(3000)]), 0
     try:
         gc.set_threshold(700, 10, 10)  # Python's own
@@ -330,6 +330,7 @@ def test_no_interrupt_is_lost_in_the_garbage_collector():
     finally:
         signal.signal(signal.SIGINT, before)
         gc.set_threshold(*threshold)
+        sys.unraisablehook = show
     assert num_noticed == 20
 
 
