@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
-import threading
+import time
 from typing import Annotated
 
 import typer
@@ -61,6 +62,11 @@ def _root(
     pass
 
 
+def _interrupt_soon() -> None:
+    time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def heed_interrupts() -> None:
     """Raise KeyboardInterrupt again, a moment later, where Python has dropped it.
 
@@ -72,7 +78,8 @@ def heed_interrupts() -> None:
 
     def heed(dropped: sys.UnraisableHookArgs) -> None:
         if isinstance(dropped.exc_value, KeyboardInterrupt):
-            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGINT)).start()
+            # It does not wait, in which the next interrupt would be dropped.
+            _thread.start_new_thread(_interrupt_soon, ())
         else:
             show(dropped)
 

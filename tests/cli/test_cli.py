@@ -310,6 +310,7 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
     assert "Traceback" not in said + rest
 
 
+@pytest.mark.release
 def test_no_interrupt_is_lost_in_the_garbage_collector():
     """JAX runs a Python function at each collection, whose errors Python drops."""
     assert any(isinstance(callback, FunctionType) for callback in gc.callbacks)
@@ -321,7 +322,7 @@ def test_no_interrupt_is_lost_in_the_garbage_collector():
         heed_interrupts()
         for _ in range(20):
             timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-            end_s = time.monotonic() + 1
+            end_s = time.monotonic() + 5
             with contextlib.suppress(KeyboardInterrupt):
                 timer.start()
                 while time.monotonic() < end_s:
