@@ -25,6 +25,7 @@ from typing import Any, final
 from benchmarks.common.environment import commit
 from benchmarks.common.harness import write_whole
 from benchmarks.common.processes import ROOT, group
+from jaxserve.core.gpus import MEMORY_FRACTION, MEMORY_VARIABLE
 from jaxserve.kernels.paged_attention.tilings import is_tuned
 from scripts.gpu_bars import bars, print_table
 
@@ -37,8 +38,8 @@ _FIRST = ",".join(
         "llama3_8b_decode_1x16384",
     )
 )
-# Fraction of the memory that JAX allocates at its start; JAX's default is 0.75.
-_MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+# As the command line has it.
+_MOST_MEMORY = {MEMORY_VARIABLE: str(MEMORY_FRACTION)}
 _PYTEST = ("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider")
 _TESTS = (*_PYTEST, "tests/pallas_kernels/test_on_gpu.py", "-k")
 # Triton is passed by name, so that a shape that it refuses fails instead of being timed with XLA.

@@ -29,7 +29,9 @@ _ENVIRONMENT = {
     "([several processes](several_processes.md))",
     "JAXSERVE_START_TIMEOUT": "seconds until all processes of a job have started; 120",
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT": "as everywhere for the Hugging Face Hub",
-    "XLA_FLAGS, CUDA_VISIBLE_DEVICES": "as everywhere for JAX",
+    "XLA_FLAGS, CUDA_VISIBLE_DEVICES, JAX_PLATFORMS": "as everywhere for JAX",
+    "XLA_CLIENT_MEM_FRACTION": "fraction of a GPU's memory that JAX may use; 0.75, and on the "
+    "command line 0.92 ([GPUs](gpus.md))",
     "CXX": "the C++ compiler of the kernels for CPUs; by default `c++`, `g++` or `clang++`",
     "PALLAS_KERNELS_CACHE": "folder of compiled kernels for CPUs; `$JAXSERVE_CACHE/kernels`",
     "JAXSERVE_JOURNAL": "file of `--journal`, which keeps conversations",

@@ -101,12 +101,12 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.execution.compilation import enable_compilation_cache
+        from jaxserve.execution.compilation import start_jax
         from jaxserve.execution.sizes import platform_defaults
         from jaxserve.models.quantisation import Quantisation
         from jaxserve.models.store import load_model
 
-        enable_compilation_cache()
+        start_jax()
         self._policy = parse_policies(options.policies)[0]
         self.predictor = load_predictor(options)
         self._model = load_model(

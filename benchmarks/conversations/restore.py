@@ -25,7 +25,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import ExecutorSpec, build_executor
-from jaxserve.execution.compilation import enable_compilation_cache
+from jaxserve.execution.compilation import start_jax
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 @final
 class _Server:
     def __init__(self, options: argparse.Namespace, longest: int):
-        enable_compilation_cache()
+        start_jax()
         model = _model(options, platform_defaults().dtype)
         num_tokens = options.wait_tokens + longest + NEW_TOKENS
         built, size = build_executor(

@@ -36,10 +36,10 @@ _ROWS = 4
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    from jaxserve.execution.compilation import enable_compilation_cache
+    from jaxserve.execution.compilation import start_jax
 
     modes = some_of(options.modes, "--modes", MODES)
-    enable_compilation_cache()
+    start_jax()
     trainer = _loaded(options, "float32", None)
     vocab = trainer.config.vocab_size
     rng = random.Random(options.seed)

@@ -43,7 +43,7 @@ from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.pending import Pending, cancelled_by_ctrl_c, wait_for_all
-from jaxserve.execution.compilation import enable_compilation_cache
+from jaxserve.execution.compilation import start_jax
 from jaxserve.kernels import dispatch
 from jaxserve.report import Report
 
@@ -112,7 +112,7 @@ class CellRuntime:
             raise InvalidConfigError("devices is empty; pass at least one device, or leave it out")
         self.unfold = unfold
         self.progress = progress
-        enable_compilation_cache()
+        start_jax()
         policy = policy or BatchMaker(max_tasks_to_submit=max_tasks_to_submit)
         layout = CellLayout(cells)
         executor: CompilingExecutor = DeviceCells(

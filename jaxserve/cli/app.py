@@ -23,6 +23,7 @@ from jaxserve.cli.predictor import predictor_app
 from jaxserve.cli.probe import probe_app
 from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.serve import serve
+from jaxserve.core.gpus import reserve_memory
 
 app = typer.Typer(
     name="jaxserve",
@@ -89,6 +90,7 @@ def heed_interrupts() -> None:
 def main() -> None:
     """Entry point of the `jaxserve` script."""
     heed_interrupts()
+    reserve_memory(os.environ)  # also for the processes that this one starts
     try:
         app()
     except EndsAtOnce:

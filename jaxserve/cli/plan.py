@@ -538,7 +538,7 @@ def layer_deployment(
     import jax
 
     from jaxserve.core.options import parse_dtype
-    from jaxserve.execution.compilation import enable_compilation_cache
+    from jaxserve.execution.compilation import start_jax
     from jaxserve.execution.sizes import platform_defaults
     from jaxserve.planning.layers import (
         LayerBench,
@@ -554,6 +554,7 @@ def layer_deployment(
         _model_config(model, quiet), dtype=parse_dtype(dtype) or platform_defaults().dtype
     )
     lengths.check_context(config.max_position_embeddings)
+    start_jax()
     devices = jax.devices()
     num = len(devices) if num_devices is None else num_devices
     if not 1 <= num <= len(devices):
@@ -581,7 +582,6 @@ def layer_deployment(
                 typer.echo(f"measuring again: {error}", err=True)
         bench = LayerBench(config, sizes, devices)
         if not profile.is_complete:
-            enable_compilation_cache()
             with cache_errors(f"keeping {path.name}"):
                 measure_layers(bench, profile, progress=not quiet)
     mean = lengths.inputs.mean

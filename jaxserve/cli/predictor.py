@@ -130,11 +130,11 @@ class Settings:
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
         """Return the untrained predictor, and turn the persistent compilation cache on."""
-        from jaxserve.execution.compilation import enable_compilation_cache
+        from jaxserve.execution.compilation import start_jax
         from jaxserve.models.registry import untrained_predictor
         from jaxserve.predictor import LengthBuckets
 
-        enable_compilation_cache()
+        start_jax()
         lengths = [example.output_length for example in parts[0]]
         return untrained_predictor(
             self.encoder,

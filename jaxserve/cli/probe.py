@@ -83,14 +83,14 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
     """Read the activations along the answers, and train a probe on them."""
     from flax import nnx
 
-    from jaxserve.execution.compilation import enable_compilation_cache
+    from jaxserve.execution.compilation import start_jax
     from jaxserve.execution.sizes import platform_defaults
     from jaxserve.models.activations import read_along
     from jaxserve.models.store import load_model
     from jaxserve.predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe
 
     answers = _split_answers(settings)
-    enable_compilation_cache()
+    start_jax()
     loaded = load_model(
         settings.model,
         dtype=platform_defaults().dtype,

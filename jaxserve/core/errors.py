@@ -33,6 +33,7 @@ A message says what was given, what is allowed, and what to do.
     │   └── CheckpointError            every problem of a checkpoint, collected
     ├── DownloadError              a file could not be fetched, or is not the published one
     ├── ModelCacheError            the model cache cannot be read or written
+    ├── GpuUnusedError             there is an NVIDIA GPU, and JAX would compute on the CPU
     ├── DeviceMemoryError          weights or page pool do not fit
     │   └── StepMemoryError            one step did not fit; other requests continue
     ├── InvalidConfigError         a runtime, policy or mesh setting
@@ -257,6 +258,10 @@ class DownloadError(JaxserveError):
 
 class ModelCacheError(JaxserveError, OSError):
     """A model cache that cannot be read or written."""
+
+
+class GpuUnusedError(JaxserveError, RuntimeError):
+    """An NVIDIA GPU that JAX does not use, although nobody asked for the CPU."""
 
 
 class DeviceMemoryError(JaxserveError, MemoryError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
+from jaxserve.execution.device_errors import check_gpu_is_used
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of, this_installation
 from jaxserve.steps.preparation import Preparation
@@ -25,12 +27,13 @@ _SMALLEST_SHARE_OTHERWISE = 0.95
 _RUN = ("page swaps", "encoder")
 
 
-def enable_compilation_cache(folder: Path | None = None) -> None:
-    """Store every executable in JAX's persistent cache, however short its compilation was.
+def start_jax(folder: Path | None = None) -> None:
+    """Start JAX's devices, and store every executable in its persistent cache, however small.
 
     A folder that the user has set in JAX stays; the default is below jaxserve's cache folder. If it
-    cannot be made, nothing is stored.
+    cannot be made, nothing is stored. Raises what `check_gpu_is_used` raises.
     """
+    check_gpu_is_used(os.environ, jax.config.values)
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = folder or cache_folder() / "xla"
         try:

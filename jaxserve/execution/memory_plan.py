@@ -69,11 +69,20 @@ def leaves_room(device: Any) -> bool:
 
 
 def free_device_bytes(device: Any) -> int:
-    """Return a `jax.Device`'s free memory: its allocator's, otherwise `available_host_bytes`."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return available_host_bytes()
+    """Return a `jax.Device`'s free memory: its allocator's, or the host's for a CPU.
+
+    Raises DeviceMemoryError if the allocator keeps no statistics.
+    """
+    if device.platform == "cpu":
+        return available_host_bytes()
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise DeviceMemoryError(
+            f"the free memory of {device} is unknown, because its allocator keeps no statistics, "
+            "as with XLA_PYTHON_CLIENT_ALLOCATOR=platform; unset that variable, and set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false if memory is to be taken only as it is needed"
+        )
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def plan_pool(

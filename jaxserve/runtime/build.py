@@ -30,7 +30,7 @@ from jaxserve.execution.compatibility import (
     check_quantised,
     check_together,
 )
-from jaxserve.execution.compilation import enable_compilation_cache
+from jaxserve.execution.compilation import start_jax
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
@@ -142,7 +142,7 @@ def build_parts(
 ) -> Parts:
     """Build all parts of a runtime; `Runtime` documents arguments and errors."""
     policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
-    enable_compilation_cache()
+    start_jax()
     probe = load_probe(options.probe)
     forecaster = Forecaster.of(options, policy, tokenizer)
     decoder = cast(Any, model)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.compatibility import Setting, check_quantised, check_together
-from jaxserve.execution.compilation import enable_compilation_cache, executable_store
+from jaxserve.execution.compilation import executable_store, start_jax
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.kernels.cpu_targets import compile_together
@@ -48,7 +48,7 @@ def load_for(
     from jaxserve.models.registry import resolve
 
     policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
-    enable_compilation_cache()
+    start_jax()
     group = processes_of(mesh)
     num_processes = 1 if group is None else group.num_processes
     check_together(Setting(options=options, mesh=mesh, num_processes=num_processes))

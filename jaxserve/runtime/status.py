@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, final
 
 import jax
 
+from jaxserve.core.gpus import describe_memory
 from jaxserve.runtime.replicas import Replicas
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ def log_start(model_config: Any, replicas: Replicas, weights_bytes: int) -> None
         min(device.device_kind for device in devices),
         len(replicas.all),
     )
+    if executor.device.platform != "cpu":
+        _log.info("%s", describe_memory(executor.device, os.environ))
     num_tokens = config.num_pages * config.page_size
     _log.info(
         "memory: %.3g GB for keys and values of %s tokens: %d requests of 1,000 tokens, %d of the "

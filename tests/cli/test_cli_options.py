@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -126,3 +129,20 @@ def test_groups_that_do_not_fit_are_refused():
         @flat()
         def twice(*, seed: int | None = None, sampling: SamplingOptions):
             pass
+
+
+_SHOWS_MEMORY = """
+import atexit, os, sys
+from jaxserve.cli import main
+atexit.register(lambda: print(os.environ["XLA_CLIENT_MEM_FRACTION"], "jax" in sys.modules))
+sys.argv = ["jaxserve", "--version"]
+main()
+"""
+
+
+def test_the_command_line_lets_jax_use_most_of_a_gpu():
+    """Before a command imports JAX, whose devices read the variable as they start."""
+    environ = {name: text for name, text in os.environ.items() if "MEM_FRACTION" not in name}
+    run = [sys.executable, "-c", _SHOWS_MEMORY]
+    shown = subprocess.run(run, env=environ, check=True, capture_output=True, text=True).stdout
+    assert shown.splitlines()[-1] == "0.92 False"

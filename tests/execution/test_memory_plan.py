@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from jaxserve.core.errors import DeviceMemoryError
-from jaxserve.execution.memory_plan import plan_pool, plan_resize
+from jaxserve.execution.memory_plan import free_device_bytes, plan_pool, plan_resize
 
 pytestmark = pytest.mark.fast
-
-GIB = 2**30
 
 GIB = 2**30
 
@@ -50,6 +49,14 @@ def test_sizes_that_are_asked_for_are_exact():
     assert _pages(60 * GIB, kv_bytes=12_345_678) == 12_345
     assert _pages(60 * GIB, wanted=1357) == 1357
     assert _pages(1_100_000, least=1009) == 1009
+
+
+@pytest.mark.parametrize("stats", [None, {"bytes_in_use": 0}])
+def test_free_memory_without_statistics_is_not_that_of_the_host(stats):
+    """An allocator such as `platform` has none, and the host's memory says nothing about it."""
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    with pytest.raises(DeviceMemoryError, match="unset that variable"):
+        free_device_bytes(gpu)
 
 
 def _plan_with_states(state_bytes: int, *, page_bytes: int = 1000, kv_bytes: int | None = None):
