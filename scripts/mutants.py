@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 import time
 import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,6 +41,10 @@ _RUNS = {"test": ("test",), "all": ("all",), "both": ("test", "release")}
 # Exit codes of pytest, and of tests that crash.
 _PASSED, _FAILED, _STOPPED, _USAGE, _NO_TESTS = 0, 1, 2, 4, 5
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_OUT_HELP = (
+    "file of JSON lines; what it has of this commit is not run again, and the tests that caught "
+    "mutants of earlier commits run first"
+)
 # Caches that mutants may share, because their names depend on their contents: C++ libraries, and
 # executables under a key of all sources or of the lowered program.
 _NAMED_BY_CONTENT = ("assets", "executables", "kernels", "test-xla")
@@ -151,13 +155,18 @@ class Workplace:
             CACHE_VARIABLE: str(self._cache),
         }
 
-    def judge(self, mutant: Mutant, tier: str, commit: str) -> Outcome:
+    def judge(self, mutant: Mutant, tier: str, commit: str, caught_by: str) -> Outcome:
+        """Run tests with the fault, `caught_by` first if it is not ""."""
         begin_s, found, first, error = time.monotonic(), dict[str, bool](), "", ""
         path = self._copy / mutant.path
         source = path.read_text(encoding="utf-8") if mutant.path else ""
         try:
             if mutant.path:
                 self._write(path, mutant.applied(source))
+            for run in _RUNS[tier]:
+                if caught_by and not any(found.values()):
+                    with suppress(RuntimeError):  # there is no such test any longer
+                        found[run], first = self._run([caught_by], _MARKERS[run])
             for run in _RUNS[tier]:
                 if not any(found.values()):
                     found[run], first = self._run(mutant.tests, _MARKERS[run])
@@ -224,15 +233,23 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def judged(
-    mutants: Sequence[Mutant], tier: str, commit: str, num_jobs: int, timeout_s: float
+    mutants: Sequence[Mutant],
+    tier: str,
+    commit: str,
+    caught_by: Mapping[str, str],
+    num_jobs: int,
+    timeout_s: float,
 ) -> Generator[Outcome, None, None]:
-    """Yield the outcome of each mutant as it ends; no process or folder remains afterwards."""
+    """Yield the outcome of each mutant as it ends; no process or folder remains afterwards.
+
+    `caught_by` names the test that caught a mutant before, which runs first.
+    """
     places: queue.SimpleQueue[Workplace] = queue.SimpleQueue()
 
     def judge(mutant: Mutant) -> Outcome:
         place = places.get()
         try:
-            return place.judge(mutant, tier, commit)
+            return place.judge(mutant, tier, commit, caught_by.get(mutant.name, ""))
         finally:
             places.put(place)
 
@@ -281,7 +298,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", metavar="PATTERN", default="*", help="mutants with such a name or path")
     add("--tier", choices=tuple(_RUNS), default="both", help="tests that are run")
     add("--jobs", type=int, default=1, help="mutants at a time, each in a copy of the sources")
-    add("--out", type=Path, help="file of JSON lines; what it has of this commit is not run again")
+    add("--out", type=Path, help=_OUT_HELP)
     add("--again", action="store_true", help="run also what --out has")
     add("--timeout", type=float, default=1800.0, help="seconds of one run of pytest")
     add("--check", action="store_true", help="run the tests without a fault, each set once")
@@ -299,15 +316,19 @@ def main(arguments: list[str] | None = None) -> int:
         sets = dict.fromkeys(each.tests for each in mutants)
         mutants = [Mutant(" ".join(each), "", "", "", each, "no fault") for each in sets]
     known: dict[str, Outcome] = {}
+    caught_by: dict[str, str] = {}
     out: Path | None = options.out
-    if out is not None and out.exists() and not options.again:
+    if out is not None and out.exists():
         for line in out.read_text(encoding="utf-8").splitlines():
             each = Outcome(**json.loads(line))
-            if (each.commit, each.tier, each.error) == (commit, options.tier, ""):
+            if each.is_caught and each.first.startswith("tests/"):
+                caught_by[each.mutant] = each.first
+            is_same = (each.commit, each.tier, each.error) == (commit, options.tier, "")
+            if is_same and not options.again:
                 known[each.mutant] = each
     todo = [each for each in mutants if each.name not in known]
     num_left = len(todo)
-    outcomes = judged(todo, options.tier, commit, options.jobs, options.timeout)
+    outcomes = judged(todo, options.tier, commit, caught_by, options.jobs, options.timeout)
     try:
         for each in outcomes:
             known[each.mutant], num_left = each, num_left - 1
