@@ -387,6 +387,13 @@ class ServiceOptions:
             "as '<|end|>'; may be given several times.",
         ),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        _runtime(
+            "--chat-template",
+            text="File of a Jinja template, or its source, in place of the model's own.",
+        ),
+    ] = None
     reranker: Annotated[
         str | None,
         _runtime(

@@ -153,6 +153,7 @@ class RuntimeKeywords(TypedDict, total=False):
     deterministic: bool
     reranker: str | None
     end_tokens: Sequence[str | int]
+    chat_template: str | Path | None
     seed: int
     warmup: bool | str
     strict: bool
@@ -234,6 +235,8 @@ class RuntimeOptions:
         head for a label, whose files say it (docs/embeddings.md).
       end_tokens: tokens that end an answer, in addition to those that the model declares: texts
         such as "<|end|>", or ids.
+      chat_template: Jinja source, or the path of a file with it, in place of the chat templates of
+        the model's files, that for tools too.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
@@ -286,6 +289,7 @@ class RuntimeOptions:
     deterministic: bool = False
     reranker: str | None = None
     end_tokens: Sequence[str | int] = ()
+    chat_template: str | Path | None = None
     seed: int = 0
     warmup: bool | str = "background"
     strict: bool = False
@@ -353,6 +357,8 @@ class RuntimeOptions:
                 f"end_tokens={self.end_tokens!r} is not allowed; pass a list of texts or ids of "
                 "tokens"
             )
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", _template(self.chat_template))
         for name in ("max_adapter_rank", "adapter_dtype"):
             value = getattr(self, name)
             if value is not None and not self.max_adapters:
@@ -432,6 +438,19 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"disk_folder={str(self.disk_folder)!r} is used with disk_memory only; pass both"
             )
+
+
+def _template(given: str | Path) -> str:
+    """Return the source of a chat template that is given as such or as a file's path."""
+    if isinstance(given, str) and "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (TypeError, OSError, UnicodeDecodeError) as error:
+        raise InvalidConfigError(
+            f"chat_template={given!r} cannot be read: {error}; pass Jinja source, or the path of a "
+            "file with it"
+        ) from error
 
 
 def _is_int(value: Any) -> bool:

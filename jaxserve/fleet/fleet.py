@@ -36,6 +36,7 @@ from jaxserve.fleet.seats import FleetUpdate
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime.build import with_token_options
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.runtime.weight_update import KV, WeightUpdate
 from jaxserve.scheduling.presets import get_policy
@@ -188,8 +189,8 @@ class Fleet:
         with self._reading:
             if not self._has_read_tokenizer:
                 found = load_tokenizer(self._model, progress=self.options.progress)
-                ends = self.options.end_tokens
-                self._tokenizer = found.ending_at(ends) if found and ends else found
+                size = self.model_config.vocab_size
+                self._tokenizer, _ = with_token_options(found, None, self.options, size)
                 self._has_read_tokenizer = True
             return self._tokenizer
 

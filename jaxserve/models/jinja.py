@@ -66,6 +66,11 @@ def render(
     )
 
 
+def check(source: str) -> None:
+    """Raise jinja2.TemplateError if it is not a template."""
+    _compiled(source)
+
+
 @lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
     """Return the names of the variables that a template reads; none if it is damaged."""

@@ -147,6 +147,25 @@ class Tokenizer:
             special_tokens=self.special_tokens,
         )
 
+    def with_template(self, source: str) -> Tokenizer:
+        """Return a tokenizer with this chat template (Jinja) in place of all others.
+
+        Raises:
+          InvalidConfigError: it is not a template.
+        """
+        from jaxserve.models.jinja import TemplateError, check
+
+        try:
+            check(source)
+        except TemplateError as error:
+            raise InvalidConfigError(f"chat_template is not a Jinja template: {error}") from error
+        return Tokenizer(
+            self._backend,
+            eos_token_ids=self.eos_token_ids,
+            chat_template=source,
+            special_tokens=self.special_tokens,
+        )
+
     def encode(
         self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
     ) -> list[int]:

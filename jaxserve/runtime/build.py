@@ -110,13 +110,24 @@ class Parts:
                 self.forecaster.close()  # last: it writes a checkpoint, which can fail
 
 
-def with_end_tokens(
+def with_token_options(
     tokenizer: Tokenizer | None,
     eos_token_ids: Sequence[int] | None,
-    more: Sequence[str | int],
+    options: RuntimeOptions,
     vocab_size: int,
 ) -> tuple[Tokenizer | None, Sequence[int] | None]:
-    """Add the option `end_tokens` to a tokenizer and end tokens, or raise InvalidConfigError."""
+    """Return tokenizer and end tokens as `chat_template` and `end_tokens` change them.
+
+    Raises:
+      InvalidConfigError: they do not fit the model, or the template is none.
+    """
+    if options.chat_template is not None:
+        if tokenizer is None:
+            raise InvalidConfigError(
+                "chat_template is for a model with a tokenizer, and this one has none"
+            )
+        tokenizer = tokenizer.with_template(str(options.chat_template))
+    more = options.end_tokens
     if not more:
         return tokenizer, eos_token_ids
     ids: Sequence[str | int] = more if tokenizer is None else tokenizer.ids_of(more)

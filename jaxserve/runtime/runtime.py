@@ -31,7 +31,7 @@ from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.schedule import LatencyBounds
 from jaxserve.report import Report
-from jaxserve.runtime.build import build_parts, with_end_tokens
+from jaxserve.runtime.build import build_parts, with_token_options
 from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.planner import MAX_PAUSE_S
 from jaxserve.runtime.pooling import Classification, Ranked, as_reranker, classify, embed, rerank
@@ -103,8 +103,8 @@ class Runtime:
                 "docs/own_model.md shows how a model of your own becomes one, and "
                 "Runtime.from_pretrained loads a name, a folder or a file"
             )
-        tokenizer, eos_token_ids = with_end_tokens(
-            tokenizer, eos_token_ids, self.options.end_tokens, model.config.vocab_size
+        tokenizer, eos_token_ids = with_token_options(
+            tokenizer, eos_token_ids, self.options, model.config.vocab_size
         )
         if self.options.reranker is not None:
             model = as_reranker(model, tokenizer)

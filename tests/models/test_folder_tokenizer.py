@@ -13,10 +13,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.grammars import outline, read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime.build import with_end_tokens
+from jaxserve.runtime.build import with_token_options
 
 pytestmark = pytest.mark.fast
 
@@ -187,15 +188,46 @@ def test_a_folder_ends_where_it_says(tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_token_ids == (7, start)
-    more, ends = with_end_tokens(tokenizer, None, ["<|end|>", 3], 300)
+    more, ends = with_token_options(tokenizer, None, _ending(["<|end|>", 3]), 300)
     assert more is not None and more.eos_token_ids == (7, start, end, 3) and ends is None
-    assert with_end_tokens(None, (1,), [3], 300) == (None, (1, 3))
-    assert with_end_tokens(tokenizer, (1,), (), 300) == (tokenizer, (1,))
+    assert with_token_options(None, (1,), _ending([3]), 300) == (None, (1, 3))
+    assert with_token_options(tokenizer, (1,), _ending(()), 300) == (tokenizer, (1,))
     for wrong in ("<|no|>", 300, -1):
         with pytest.raises(InvalidConfigError, match="token"):
-            with_end_tokens(tokenizer, None, [wrong], 300)
+            with_token_options(tokenizer, None, _ending([wrong]), 300)
     with pytest.raises(InvalidConfigError, match="tokenizer"):
-        with_end_tokens(None, None, ["<|end|>"], 300)
+        with_token_options(None, None, _ending(["<|end|>"]), 300)
+
+
+def _ending(more):
+    return RuntimeOptions(end_tokens=more)
+
+
+def test_a_chat_template_of_the_users_replaces_all_others(tmp_path):
+    """As source or as a file, also for chats with tools; thinking is read as it says."""
+    folder = _folder(tmp_path, _byte_level(), eos_token="<s>")
+    (folder / "chat_template.jinja").write_text("a")
+    own = Tokenizer.from_folder(folder)
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    (tmp_path / "mine.jinja").write_text(source)
+    for given in (source, tmp_path / "mine.jinja", str(tmp_path / "mine.jinja")):
+        options = RuntimeOptions(chat_template=given, end_tokens=[7])
+        found, _ = with_token_options(own, None, options, 300)
+        assert found is not None and found.chat_template == options.chat_template == source
+        assert found.tool_template is None and 7 in found.eos_token_ids
+        prompt = found.apply_chat_template([{"role": "user", "content": "hi"}], tools=[])
+        assert found.decode(prompt, False) == "hi<think>" and found.thinking is not None
+    assert own.chat_template == "a" and own.thinking is None
+
+
+def test_what_is_no_chat_template_is_refused(tmp_path):
+    own = Tokenizer.from_folder(_folder(tmp_path, _byte_level(), eos_token="<s>"))
+    with pytest.raises(InvalidConfigError, match=r"chat_template='mine\.jinja' cannot be read"):
+        RuntimeOptions(chat_template="mine.jinja")
+    with pytest.raises(InvalidConfigError, match="not a Jinja template: .*end of"):
+        with_token_options(own, None, RuntimeOptions(chat_template="{% for"), 300)
+    with pytest.raises(InvalidConfigError, match="this one has none"):
+        with_token_options(None, None, RuntimeOptions(chat_template="{{ a }}"), 300)
 
 
 @pytest.mark.parametrize("skip", [True, False])
