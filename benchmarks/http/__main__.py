@@ -5,7 +5,8 @@ arrive all at once, for throughput; then as Poisson arrivals, for latencies. The
 for every way: half of the requests a second that our engine answers in process. The same client
 also sends requests over bare sockets, since it takes a share of the machine with any server. With
 `--compare` and `--peer`, it sends the same prompts to other servers, and to this one in the same
-form. No two requests to a server have the same prompt.
+form. No two requests to a server have the same prompt. With `--reading`, chats show what it costs
+to look for thinking and calls of tools: the same prompts and answers, read and not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,7 +30,14 @@ from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import Runtimes
 from benchmarks.http.load import percentiles, phases
 from benchmarks.http.peers.servers import PEERS, named, started
-from benchmarks.http.ways import DistinctPrompts, Way, bare_socket, completions_of, of_ours
+from benchmarks.http.ways import (
+    DistinctPrompts,
+    Way,
+    bare_socket,
+    chats,
+    completions_of,
+    of_ours,
+)
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
@@ -40,7 +49,8 @@ if TYPE_CHECKING:
 # Poisson arrivals as a share of the requests a second that are answered in process, all at once.
 LOAD = 0.5
 
-OURS = ("in process", "socket", "http", "completions")
+CHAT, READ = "chat", "chat, read"
+OURS = ("in process", "socket", "http", "completions", CHAT, READ)
 # Seconds after an answer within which the engine has recorded its request.
 _RECORDED_WITHIN_S = 10.0
 
@@ -61,6 +71,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         options.num_requests = most
     with Runtimes(options) as open_runtimes:
         rt = open_runtimes.open()
+        if options.reading and rt.tokenizer is None:
+            raise InvalidConfigError("--reading is for a model with a tokenizer")
         items = workloads.items(options, rt)
         serving = ServerOptions(
             model_name="model",
@@ -72,6 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with (
             bare_socket(rt) as socket_url,
             running(rt, serving) as url,
+            chats(rt, serving) if options.reading else nullcontext({}) as read,
             started(
                 peers,
                 model.fetch(),
@@ -80,7 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ) as servers,
         ):
             with_completions = bool(peers or options.peer)
-            ways = of_ours(rt, socket_url, url, completions=with_completions)
+            ways = of_ours(rt, socket_url, url, completions=with_completions) | read
             for name, (address, served) in options.peer:
                 ways[name] = completions_of(address, served)
             for name, address in servers.urls.items():
@@ -127,6 +140,7 @@ def _point(
         "ways": {name: summary(each) for name, each in runs.items() if each},
         "costs": _costs(runs["http"], runs["in process"]),
         "costs_beside_socket": _costs(runs["http"], runs["socket"]),
+        **({"costs_of_reading": _costs(runs[READ], runs[CHAT])} if READ in runs else {}),
     }
 
 
@@ -230,6 +244,7 @@ def _peer(text: str) -> tuple[str, tuple[str, str]]:
 
 OPTIONS = (
     option("--connections", "1,64,1000", "numbers of requests, each on its connection"),
+    option("--reading", False, "also chats, with and without reading"),
     option("--compare", "", f"servers to install, start and measure, too: {','.join(PEERS)}"),
     option(
         "--peer",
