@@ -285,9 +285,26 @@ def _first_line(error: Exception) -> str:
 _OURS = "jaxserve"
 _VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _BUILTIN = ("builtins", "collections", "functools", "jaxtyping")
-_ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "NVIDIA_TF32", "CUDA_VISIBLE_DEVICES")
-# Prefixes of `jax.config` values about reports and caches, which do not affect what is compiled.
-_REPORTING = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_debug_log")
+# Plug-ins of GPUs, and the libraries whose compilers and algorithms they choose when they compile.
+_GPU_PACKAGES = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-cublas-cu12", "nvidia-cublas"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+# Environment variables with flags of compilers, and another one that decides their products.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_TF32 = "NVIDIA_TF32_OVERRIDE"
+# Prefixes of flags that do not affect what is compiled: dumps, and folders of tools and caches.
+_IGNORED_FLAGS = (
+    *("--xla_dump_", "--xla_gpu_cuda_data_dir", "--xla_gpu_per_fusion_autotune_cache_dir"),
+    "--xla_gpu_experimental_autotune_cache_mode",
+)
+# Prefixes of `jax.config` values about reports, caches and the choice of devices, which do not
+# affect what is compiled: the devices themselves are described.
+_IGNORED_SETTINGS = (
+    *("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_debug_log", "jax_dump_ir"),
+    *("jax_platforms", "jax_platform_name", "jax_cuda_visible", "jax_rocm_visible"),
+)
 _IGNORED_FILES = ("__pycache__",)
 
 
@@ -316,17 +333,44 @@ def our_sources() -> str:
 
 @functools.cache
 def this_installation() -> str:
-    """Return a digest of the machine, and of versions and environment variables."""
-    lines = [platform.python_version(), platform.machine(), cpu_model()]
-    lines += [f"{name} {_version(name)}" for name in _VERSIONED]
-    lines += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))
+    """Return a digest of Python, of installed versions, and of flags in the environment."""
+    lines = [platform.python_version(), platform.machine()]
+    lines += [*installed_versions(), *compiler_flags(os.environ)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def installed_versions() -> list[str]:
+    """Return name and version of each installed package that decides what is compiled."""
+    lines = [f"{name} {_version(name)}" for name in _VERSIONED]
+    for name in _GPU_PACKAGES:
+        with suppress(PackageNotFoundError):
+            lines.append(f"{name} {version(name)}")
+    return lines
+
+
+def compiler_flags(environ: Mapping[str, str]) -> list[str]:
+    """Return the flags of an environment that decide what is compiled.
+
+    A flag that is given again replaces the first one, so their order is kept. Devices and memory
+    that an environment chooses are no flags: replicas on equal devices share executables.
+    """
+    flags = [flag for name in _FLAGS for flag in _flags_in(environ.get(name, ""))]
+    flags = [flag for flag in flags if not flag.startswith(_IGNORED_FLAGS)]
+    return [*flags, f"{_TF32}={environ.get(_TF32)}"]
+
+
+def _flags_in(text: str) -> list[str]:
+    """Return the flags in a variable's text, or in the file that it names instead, as XLA does."""
+    if text.strip() and not text.strip().startswith("-"):
+        with suppress(OSError, UnicodeDecodeError):
+            text = Path(text).read_text()
+    return text.split()
 
 
 def these_settings() -> str:
     """Return JAX's settings that may decide what is traced and compiled."""
     values = jax.config.values.items()
-    return repr(sorted((k, repr(v)) for k, v in values if not k.startswith(_REPORTING)))
+    return repr(sorted((k, repr(v)) for k, v in values if not k.startswith(_IGNORED_SETTINGS)))
 
 
 def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
@@ -334,7 +378,12 @@ def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
     client = devices[0].client
     return (
         *(client.platform, client.platform_version, jax.process_count()),
-        tuple((each.id, each.device_kind) for each in devices),
+        *([cpu_model()] if client.platform == "cpu" else []),
+        # An executable names its devices by id, and is loaded onto no others.
+        tuple(
+            (each.id, each.device_kind, str(getattr(each, "compute_capability", None)))
+            for each in devices
+        ),
     )
 
 

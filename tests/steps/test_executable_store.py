@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ import pytest
 
 from jaxserve.kernels import build
 from jaxserve.kernels.cpu_targets import target_names
-from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of
+from jaxserve.steps.executable_store import (
+    ExecutableStore,
+    Unnameable,
+    compiler_flags,
+    describe_devices,
+    installed_versions,
+    key_of,
+)
 from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract, shelf_of
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -346,6 +354,58 @@ def test_things_without_a_stable_name_are_refused():
     )
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 2, "b": 1})
     assert len({key_of(1), key_of("1"), key_of(1.0), key_of((1,)), key_of(True)}) == 5
+
+
+def _key_on(environ: dict[str, str], **about: str) -> str:
+    """Return the key of a program on a GPU, in a process with this environment."""
+    client = SimpleNamespace(platform="cuda", platform_version="cuda 12090")
+    device = {"device_kind": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", **about}
+    devices = [SimpleNamespace(id=0, client=client, **device)]
+    return key_of(compiler_flags(environ), describe_devices(devices))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"CUDA_VISIBLE_DEVICES": "3"},
+        {"XLA_CLIENT_MEM_FRACTION": "0.92"},
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        {"XLA_FLAGS": "--xla_gpu_autotune_level=4 --xla_dump_to=/tmp/of_this_job"},
+    ],
+)
+def test_replicas_and_jobs_on_equal_devices_share_executables(environ):
+    """Which of the devices a process has, its share of their memory, and its dumps do not count."""
+    flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=4"}
+    assert _key_on(flags | environ) == _key_on(flags)
+
+
+def test_other_flags_and_other_devices_have_their_own_executables(tmp_path):
+    """Flags may be in a file; a later flag replaces an earlier one."""
+    one, two = "--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=0"
+    (tmp_path / "flags").write_text(one)
+    assert _key_on({"XLA_FLAGS": str(tmp_path / "flags")}) == _key_on({"XLA_FLAGS": one})
+    others = [
+        _key_on({}),
+        _key_on({"XLA_FLAGS": one}),
+        _key_on({"XLA_FLAGS": f"{one} {two}"}),
+        _key_on({"XLA_FLAGS": f"{two} {one}"}),
+        _key_on({"NVIDIA_TF32_OVERRIDE": "0"}),
+        _key_on({}, device_kind="NVIDIA H200"),
+        _key_on({}, compute_capability="10.0"),
+    ]
+    assert len(set(others)) == len(others)
+
+
+def test_the_versions_of_a_gpu_plugin_and_its_libraries_count(tmp_path, monkeypatch):
+    """An upgrade of cuBLAS alone may leave executables with algorithms that it no longer has."""
+    before = installed_versions()
+    for name in ("jax_cuda13_plugin", "nvidia_cublas"):
+        about = tmp_path / f"{name}-90.1.dist-info/METADATA"
+        about.parent.mkdir()
+        about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 90.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = installed_versions()
+    assert {"jax-cuda13-plugin 90.1", "nvidia-cublas 90.1"} == set(lines) - set(before)
 
 
 @pytest.mark.release
