@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxserve.memory.cached_page import Branch, PageKeys
+from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.eviction import LRU, CostOverTime, PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import HostPool
@@ -52,6 +52,22 @@ def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
     allocated(cache, 100)
     assert ("d" not in _lie(newer)) is False and "-" in _lie(older)
     assert ("-" in _lie(newer)) == (expected == "both")
+
+
+def test_lru_evicts_the_least_recently_used_page_whenever_it_was_ranked():
+    """Conversations are ranked again in turns, between evictions that are seconds apart."""
+    rng = random.Random(0)
+    cache, _, clock = _cache(num_pages=81, eviction=LRU())
+    left: list[tuple[float, int, CachedPage]] = []
+    for name in range(20):
+        clock.now_s += rng.random()
+        left += [(clock(), page.index, page) for page in cached(cache, clock, str(name), 4)]
+    while left:
+        clock.now_s += rng.expovariate(0.1)
+        allocated(cache, 1)
+        (gone,) = [each for each in left if each[2].device_page is None]
+        assert gone == min(left, key=lambda each: each[:2]), f"{len(left)} left"
+        left.remove(gone)
 
 
 def test_a_page_counts_for_every_conversation_that_shares_it():
