@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 import queue
-import select
+import signal
 import struct
 import subprocess
 import sys
@@ -46,21 +46,15 @@ class CompileJob:
         self._function = function
         self._future: Future[Any] = Future()
         self._has_begun = threading.Event()  # or will never begin
-        self._begin_s = 0.0
         self._is_closed = False
 
     @property
     def is_dropped(self) -> bool:
         return self._future.cancelled()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._future.done()
-
     def run(self) -> None:
         if not self._future.set_running_or_notify_cancel():
             return
-        self._begin_s = time.monotonic()
         self._has_begun.set()
         try:
             self._future.set_result(self._function())
@@ -77,22 +71,19 @@ class CompileJob:
         wait_for([self._future], timeout_s)
 
     def result(self, timeout_s: float) -> Any:
-        """Return what the function returned.
-
-        It may wait for a thread for `timeout_s`, after which it is dropped, and then run for as
-        long.
+        """Return what the function returned. It is dropped if no thread begins with it in time.
 
         Raises:
-          TimeoutError: it runs for longer; its thread continues with it.
+          TimeoutError: it runs; its thread continues with it.
           GrammarsBusyError: it was dropped.
           RuntimeClosedError: the threads were closed before it began.
         """
+        until_s = time.monotonic() + timeout_s
         if not self._has_begun.wait(timeout_s) and not self._future.cancel():
             self._has_begun.wait()  # it is just beginning
         if self._future.cancelled():
             raise closed() if self._is_closed else _busy()
-        left_s = self._begin_s + timeout_s - time.monotonic()
-        return self._future.result(max(0.0, left_s))
+        return self._future.result(max(0.0, until_s - time.monotonic()))
 
 
 @final
@@ -135,7 +126,7 @@ def closed() -> RuntimeClosedError:
 def _busy() -> GrammarsBusyError:
     return GrammarsBusyError(
         f"other grammars are being compiled, and at most {MAX_WAITING} may wait, none for longer "
-        "than a compilation may take; submit the request again later"
+        "than a minute; submit the request again later"
     )
 
 
@@ -176,14 +167,14 @@ class GrammarTrials:
         self,
         outline: tuple[int, dict[int, str], int],
         limits: Mapping[str, Any],
-        timeout_s: float,
+        max_cpu_s: float,
         *,
         idle_s: float = _IDLE_S,
         max_bytes: int = _MAX_BYTES,
     ):
-        self._start = _message([*outline, dict(limits), max_bytes, idle_s])
+        self._start = _message([*outline, dict(limits), max_bytes, max_cpu_s, idle_s])
         self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self._max_cpu_s = max_cpu_s
         self._idle: queue.LifoQueue[_Trial] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._all: set[_Trial] = set()
@@ -193,15 +184,15 @@ class GrammarTrials:
         """Compile a grammar in another process; an invalid grammar passes, too. Thread-safe.
 
         Raises:
-          TimeoutError: it takes too long; the process was ended.
-          GrammarTooComplexError: it takes too much memory, or llguidance ends the process.
+          GrammarTooComplexError: it takes too much time or memory, or llguidance ends the process.
           RuntimeClosedError: `close` was called.
         """
-        until_s = time.monotonic() + self._timeout_s
         trial = self._take()
         try:
-            while not trial.compiles(grammar, until_s - time.monotonic()):
+            while not trial.compiles(grammar):
                 self._raise_if_closed()
+                if trial.process.wait() == -signal.SIGPROF:
+                    raise _too_slow(self._max_cpu_s)
                 if not trial.has_rested:
                     raise _too_large(self._max_bytes)
                 self._drop(trial)  # it ended just before the grammar came
@@ -255,16 +246,14 @@ class _Trial:
         )
         self._start = start
 
-    def compiles(self, grammar: str, timeout_s: float) -> bool:
-        """Return whether the process compiled a grammar, or ended; TimeoutError if neither."""
+    def compiles(self, grammar: str) -> bool:
+        """Return whether the process compiled a grammar, or ended."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         with suppress(BrokenPipeError):
             stdin.write(self._start + _message(grammar))
             stdin.flush()
             self._start = b""
-        if not select.select([stdout], [], [], max(0.0, timeout_s))[0]:
-            raise TimeoutError
         return os.read(stdout.fileno(), 1) == b"."
 
     @property
@@ -281,6 +270,13 @@ class _Trial:
 def _message(content: Any) -> bytes:
     text = json.dumps(content).encode()
     return struct.pack("<q", len(text)) + text
+
+
+def _too_slow(max_cpu_s: float) -> GrammarTooComplexError:
+    return GrammarTooComplexError(
+        f"compiling the grammar takes more than {max_cpu_s:g} s of processor time; pass a smaller "
+        "one, with fewer alternatives and smaller numbers of repetitions"
+    )
 
 
 def _too_large(max_bytes: int) -> GrammarTooComplexError:

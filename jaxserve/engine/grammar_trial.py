@@ -2,7 +2,8 @@
 
 It imports nothing of this package, so that it starts in a tenth of a second. Standard input has
 messages of JSON, each after its length: first what `main` needs, then one grammar in llguidance's
-notation at a time. The answer is one byte, whether the grammar is valid or not.
+notation at a time. The answer is one byte, whether the grammar is valid or not. A grammar that
+takes more than its processor time ends the process by SIGPROF, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import json
 import os
 import resource
 import select
+import signal
 import struct
 import sys
 import threading
-import time
 from typing import Any
 
-# Seconds of computing for a grammar, for a process whose parent has ended and does not end it.
-_CPU_S = 60
 _STACK_BYTES = 64 << 20
 _NICENESS = 10
 
@@ -52,22 +51,21 @@ def main() -> None:
     """Compile grammars until standard input ends."""
     os.nice(_NICENESS)
     package: Any = importlib.import_module("llguidance")
-    size, control, eos_token_id, bounds, most_bytes, idle_s = _read()
+    size, control, eos_token_id, bounds, most_bytes, most_cpu_s, idle_s = _read()
     names = {int(token): name for token, name in control.items()}
     vocabulary = package.LLTokenizer(_Outline(size, names, eos_token_id))
     limits = package.LLParserLimits(**bounds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    most_cpu_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
     while select.select([sys.stdin], [], [], idle_s)[0]:
         grammar = _read()
         if grammar is None:
             return
-        cpu_s = int(time.process_time()) + _CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, most_cpu_s))
+        signal.setitimer(signal.ITIMER_PROF, most_cpu_s)
         matcher = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         os.write(sys.stdout.fileno(), b".")
 
 

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
+from jaxserve.core.errors import (
+    GrammarsBusyError,
+    GrammarTooComplexError,
+    InvalidGrammarError,
+    MissingExtraError,
+)
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import Constraint
@@ -31,8 +36,9 @@ from jaxserve.scheduling.plan import TokenMasks
 if TYPE_CHECKING:  # engines, which policies are checked with, load no JAX
     from jaxserve.models.tokenizer import Tokenizer
 
-# The most seconds of a compilation, and the most that it waits before.
-TIMEOUT_S = 10.0
+# The most seconds of processor time that a compilation takes, and the most that a request waits
+# for it: on a machine that is busy with other things it may take longer.
+MAX_CPU_S, MAX_WAIT_S = 10.0, 60.0
 # Maximum number of cached compiled grammars.
 MAX_KEPT = 32
 # llguidance's own bounds. Its lexer takes 1 to 2 kB a state, so one grammar takes about 50 MB at
@@ -115,12 +121,13 @@ class Grammars:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         *,
-        timeout_s: float = TIMEOUT_S,
+        max_cpu_s: float = MAX_CPU_S,
+        max_wait_s: float = MAX_WAIT_S,
     ):
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self._timeout_s = timeout_s
+        self._max_cpu_s, self._max_wait_s = max_cpu_s, max_wait_s
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, CompileJob] = OrderedDict()
         self._vocabulary: Any = None
@@ -137,7 +144,7 @@ class Grammars:
         Raises:
           InvalidGrammarError: it cannot be compiled.
           GrammarTooComplexError: it takes more time or memory than is allowed.
-          GrammarsBusyError: others are being compiled, and too many wait.
+          GrammarsBusyError: too many others are being compiled, or the machine is too busy.
           MissingExtraError: llguidance is not installed.
           RuntimeClosedError: `close` was called.
         """
@@ -242,7 +249,7 @@ class Grammars:
                 self._parallel = package.LLExecutor()
                 sizes = self._tokenizer, self._eos_token_ids, self._vocab_size
                 self._vocabulary = read_vocabulary(package, *sizes)
-                self._trials = GrammarTrials(outline(*sizes), _LIMITS, self._timeout_s)
+                self._trials = GrammarTrials(outline(*sizes), _LIMITS, self._max_cpu_s)
             return self._vocabulary
 
     def _job(self, constraint: Constraint, vocabulary: Any) -> CompileJob:
@@ -264,13 +271,11 @@ class Grammars:
 
     def _result(self, constraint: Constraint, job: CompileJob) -> CompiledGrammar:
         try:
-            return job.result(self._timeout_s)
+            return job.result(self._max_wait_s)
         except TimeoutError:
-            if job.has_ended:  # not cached: the machine may be less busy another time
-                self._drop(constraint, job)
-            raise GrammarTooComplexError(
-                f"the {constraint.notation} was not compiled after {self._timeout_s:g} s; pass a "
-                "smaller one, with fewer alternatives and smaller numbers of repetitions"
+            raise GrammarsBusyError(
+                f"the {constraint.notation} was not compiled within {self._max_wait_s:g} s, as "
+                "this machine is busy; its compilation goes on, so submit the request again later"
             ) from None
 
     def _drop(self, constraint: Constraint, job: CompileJob) -> None:

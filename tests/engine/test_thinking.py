@@ -45,7 +45,7 @@ def kinds() -> Iterator[dict[str, tuple[Tokenizer, Grammars]]]:
     for name, template in (("tags", _TAGS), ("harmony", _HARMONY)):
         tokenizer = _tokenizer(template)
         ends, size = tokenizer.eos_token_ids, tokenizer.vocab_size
-        grammars = Grammars(tokenizer, ends, size, timeout_s=300)
+        grammars = Grammars(tokenizer, ends, size, max_wait_s=300)
         made[name] = tokenizer, grammars
     yield made
     for _, grammars in made.values():
