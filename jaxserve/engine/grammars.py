@@ -158,8 +158,14 @@ class Grammars:
         return found
 
     def matcher(self, request: Request) -> Matcher | ThinkingMatcher:
-        inner, ends = self._in_grammar(request)
         thinking, skip = request.thinking, request.params.skip_special_tokens
+        ends = {*request.stop_token_ids, *self._eos_token_ids}
+        inner: Matcher | None = None
+        if isinstance(request.grammar, CompiledGrammar):
+            # The one that stands for an end if the model has no end token.
+            ends.add(self._vocabulary.eos_token)
+            template = request.grammar.template.deep_copy()
+            inner = Matcher(template, request.params.min_tokens, tuple(ends))
         if not isinstance(thinking, Thinking):
             assert inner is not None, "a request without its grammar"
             return inner
@@ -168,17 +174,8 @@ class Grammars:
             thinking,
             lambda: self._tokenizer.stream_decoder(skip, shown=thinking.shown),
             request.params.max_thinking_tokens,
-            ends,
+            tuple(ends),
         )
-
-    def _in_grammar(self, request: Request) -> tuple[Matcher | None, tuple[int, ...]]:
-        """Return the matcher of a request's grammar, if it has one, and what ends an answer."""
-        if not isinstance(request.grammar, CompiledGrammar):
-            return None, ()
-        inner = request.grammar.template.deep_copy()
-        # Among them the one that stands for an end if the model has no end token.
-        ends = {*request.stop_token_ids, *self._eos_token_ids, self._vocabulary.eos_token}
-        return Matcher(inner, request.params.min_tokens, tuple(ends)), tuple(ends)
 
     def masks(
         self, rows: tuple[int, ...], matchers: Sequence[Matcher | ThinkingMatcher]

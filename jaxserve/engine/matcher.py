@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from copy import copy, deepcopy
+from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 import numpy as np
 from jaxtyping import UInt32
@@ -20,6 +21,8 @@ class TextDecoder(Protocol):
     """Returns the text that more tokens of an answer add."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def copy(self) -> Self: ...
 
 
 @final
@@ -167,8 +170,7 @@ class ThinkingMatcher:
       thinking: how it may think.
       decode: returns a decoder of its tokens.
       budget: the most tokens of thinking; None for no limit.
-      end_token_ids: tokens that end an answer, which may not end inside its thinking; only if
-        there is a grammar.
+      end_token_ids: tokens that end an answer. With a grammar it may not end inside its thinking.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class ThinkingMatcher:
         self._has_closed = self._is_heading = False
         # The number of tokens before those that the grammar binds; None if it does not bind yet.
         self._start: int | None = None
+        self._proposed: tuple[int, ...] = ()  # while no grammar binds
         has_grammar = self._grammar is not None
         if self._grammar is not None:
             self._grammar.follow(())
@@ -218,7 +221,9 @@ class ThinkingMatcher:
 
     @property
     def proposed(self) -> tuple[int, ...]:
-        return () if self._start is None or self._grammar is None else self._grammar.proposed
+        if self._start is None or self._grammar is None:
+            return self._proposed
+        return self._grammar.proposed
 
     @property
     def is_complete(self) -> bool:
@@ -237,13 +242,18 @@ class ThinkingMatcher:
         """Set the answer's tokens, as `Matcher.follow` does."""
         if len(output) < self._num_tokens:
             self._begin()
+        if len(output) > self._num_tokens:
+            self._proposed = ()
         for token in output[self._num_tokens :]:
-            self._num_tokens += 1
-            if self._start is None:
-                self._take(token)
+            self._add(token)
         if self._start is not None and self._grammar is not None:
             self._grammar.num_before = self._start
             self._grammar.follow(output[self._start :])
+
+    def _add(self, token: int) -> None:
+        self._num_tokens += 1
+        if self._start is None:
+            self._take(token)
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, one after the other."""
@@ -253,10 +263,32 @@ class ThinkingMatcher:
         return self._grammar.forced() if is_bound and self._grammar is not None else []
 
     def propose(self, tokens: Sequence[int], most: int, *, forces: bool) -> tuple[int, ...]:
-        """Return tokens as `Matcher.propose` does; none while it thinks."""
-        if self._start is None or self._grammar is None:
-            return ()
-        return self._grammar.propose(tokens, most, forces=forces)
+        """Return the leading tokens that are allowed next, at most `most`.
+
+        Those that a grammar binds are found by `Matcher.propose`. Others are free up to the token
+        that ends the answer, or after which something is forced or a grammar binds: the budget
+        ends the thinking at its token, and so does the model.
+        """
+        if self._start is not None and self._grammar is not None:
+            return self._grammar.propose(tokens, most, forces=forces)
+        found: list[int] = []
+        if tokens and not (self._forced or self._may_begin):
+            trial = self._copy()
+            for token in tokens[:most]:
+                if token in self._end_token_ids:
+                    break
+                trial._add(token)
+                if trial._forced or (trial._start is not None and self._grammar is not None):
+                    break
+                found.append(token)
+        self._proposed = tuple(found)
+        return self._proposed
+
+    def _copy(self) -> ThinkingMatcher:
+        """Return a copy that may go on by itself as long as no grammar binds."""
+        copied = copy(self)
+        copied._reader, copied._decoder = deepcopy(self._reader), self._decoder.copy()
+        return copied
 
     def take_masks(self, masks: UInt32[np.ndarray, "places words"], seconds: float) -> None:
         """Change masks as `Matcher.take_masks` does; all bits are set if no grammar counts."""
@@ -271,7 +303,7 @@ class ThinkingMatcher:
             if masks[0, first // 32] >> np.uint32(first % 32) & 1:
                 self._start, self._may_begin = 0, False  # the grammar's own
             _allow(masks[0], first)
-        else:
+        elif self._grammar is not None:
             for token in self._end_token_ids:
                 if token // 32 < masks.shape[1]:
                     masks[:, token // 32] &= ~np.uint32(1 << token % 32)

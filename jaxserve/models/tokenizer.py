@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -543,6 +544,12 @@ class StreamDecoder:
             text = self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
             self._ids = list(self._tokenizer._inner_ids)
             self._num_read, self._context = len(self._ids), self._decode(self._ids)
+    def copy(self) -> StreamDecoder:
+        """Return a decoder that goes on from the same tokens."""
+        copied = copy(self)
+        copied._ids = list(self._ids)
+        return copied
+
             return text
         if self._tokenizer._is_silent(token_id, self._skip_special_tokens):
             return ""

@@ -13,6 +13,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.matcher import Matcher, ThinkingMatcher
 from jaxserve.models.thinking import Thinking
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import HARMONY
@@ -52,12 +53,9 @@ def kinds() -> Iterator[dict[str, tuple[Tokenizer, Grammars]]]:
         grammars.close()
 
 
-def _answer(kind: tuple[Tokenizer, Grammars], prompt: str, wants: str, **params: object) -> str:
-    """Return what a model writes that wants to write a text, as far as its masks allow.
-
-    At each place it takes the text's next token, or a forced one, or else the first letter that is
-    allowed, and goes on with the text. It starts again once, as after a preemption.
-    """
+def _matcher(
+    kind: tuple[Tokenizer, Grammars], prompt: str, **params: object
+) -> tuple[Matcher | ThinkingMatcher, SamplingParams]:
     tokenizer, grammars = kind
     given = SamplingParams(**params)  # pyrefly: ignore[bad-argument-type]
     grammar = None if given.constraint is None else grammars.compiled(given.constraint)
@@ -69,28 +67,45 @@ def _answer(kind: tuple[Tokenizer, Grammars], prompt: str, wants: str, **params:
         grammar=grammar,
         thinking=tokenizer.thinking_after(tokenizer.encode(prompt, False)),
     )
-    matcher = grammars.matcher(request)
+    return grammars.matcher(request), given
+
+
+def _answer(
+    kind: tuple[Tokenizer, Grammars], prompt: str, wants: str, *, most: int = 0, **params: object
+) -> str:
+    """Return what a model writes that wants to write a text, as far as its masks allow.
+
+    At each place it takes the text's next token, or a forced one, or else the first letter that is
+    allowed, and goes on with the text. A step has up to `most` proposals, which are what the model
+    wants. It starts again once, as after a preemption.
+    """
+    tokenizer, grammars = kind
+    matcher, given = _matcher(kind, prompt, **params)
     output: list[int] = []
     rest = tokenizer.encode(wants, False)
     has_restarted = False
     while not matcher.is_complete and len(output) < 80:
-        if len(output) == 4 and not has_restarted:
+        if len(output) >= 4 and not has_restarted:
             has_restarted = True
             matcher.follow(output[:1])
             matcher.follow(output)
-        forced = [] if given.logprobs is not None else matcher.forced()
-        if not forced:
-            matcher.propose((), 0, forces=False)
-            words = grammars.masks((0,), [matcher]).words()
-            allowed = np.unpackbits(words[0].view(np.uint8), bitorder="little")
-            token = next((t for t in rest[:1] if allowed[t]), None)
-            if token is None:
+        new = [] if given.logprobs is not None else matcher.forced()
+        if not new:
+            proposed = matcher.propose(rest[:most], most, forces=False)
+            words = grammars.masks((0,) * (1 + len(proposed)), [matcher]).words()
+            for mask, after in zip(words, (*proposed, None), strict=True):
                 if not rest:
                     break
-                forced = [int(np.flatnonzero(allowed)[0])]
-            else:
-                forced, rest = [token], rest[1:]
-        output += forced
+                allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                if allowed[rest[0]]:
+                    new.append(rest.pop(0))
+                else:
+                    new.append(int(np.flatnonzero(allowed)[0]))
+                if new[-1] != after:
+                    break
+            if not new:
+                break
+        output += new
         matcher.follow(output)
         assert matcher.error is None
     return tokenizer.decode(output, skip_special_tokens=False)
@@ -117,13 +132,19 @@ _BOUND = [
 ]
 
 
-@pytest.mark.parametrize("logprobs", [None, 0], ids=["forced", "by masks"])
+# Whether forced tokens are chosen by masks, as with log-probabilities, and proposals of a step.
+_ways = pytest.mark.parametrize(
+    "way",
+    [{}, {"logprobs": 0}, {"most": 3}, {"most": 9, "logprobs": 0}],
+    ids=["forced", "by masks", "proposed", "proposed by masks"],
+)
+
+
+@_ways
 @pytest.mark.parametrize(("kind", "prompt", "wants", "written"), _BOUND)
-def test_a_grammar_binds_from_the_end_of_the_thinking(
-    kinds, kind, prompt, wants, written, logprobs
-):
-    """Also where each token is chosen, because log-probabilities are asked for."""
-    found = _answer(kinds[kind], prompt, wants, regex="ab{1,3}c?", logprobs=logprobs)
+def test_a_grammar_binds_from_the_end_of_the_thinking(kinds, kind, prompt, wants, written, way):
+    """Also where each token is chosen, and where some are proposed."""
+    found = _answer(kinds[kind], prompt, wants, regex="ab{1,3}c?", **way)
     if written is None:
         assert _END not in found and found.removeprefix("so").replace("</think>", "")[:1] != "x"
     else:
@@ -131,8 +152,8 @@ def test_a_grammar_binds_from_the_end_of_the_thinking(
         assert found[len(written) :].strip("bc") in ("", _END)
 
 
-@pytest.mark.parametrize("logprobs", [None, 0], ids=["forced", "by masks"])
-def test_a_call_has_a_head_of_its_own(kinds, logprobs):
+@_ways
+def test_a_call_has_a_head_of_its_own(kinds, way):
     """A grammar that begins with harmony's head follows the analysis without the final channel."""
     tokenizer, _ = kinds["harmony"]
     channel = tokenizer.added_token_id("<|channel|>")
@@ -144,18 +165,18 @@ def test_a_call_has_a_head_of_its_own(kinds, logprobs):
             "<|start|>assistant",
             f"hm{'<|end|>' if budget is None else ''}{call}",
             grammar=grammar,
-            logprobs=logprobs,
             max_thinking_tokens=budget,
+            **way,
         )
         assert found[-1].isdigit()
         assert found[:-1] == f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{call[:-1]}"
 
 
-@pytest.mark.parametrize("logprobs", [None, 0], ids=["forced", "by masks"])
+@_ways
 @pytest.mark.parametrize("regex", [None, "yes|no"])
-def test_thinking_ends_with_its_budget(kinds, regex, logprobs):
+def test_thinking_ends_with_its_budget(kinds, regex, way):
     """After that many tokens its end is written, and the answer goes on, bound by the grammar."""
-    given = {"regex": regex, "logprobs": logprobs, "max_thinking_tokens": 3}
+    given = {"regex": regex, "max_thinking_tokens": 3, **way}
     said = "yes" if regex else "yes, it is"
     for prompt, before in (("[a]<think>\n", ""), ("[a]", "<think>")):
         found = _answer(kinds["tags"], prompt, f"{before}abc{said}", **given)
@@ -168,6 +189,35 @@ def test_thinking_ends_with_its_budget(kinds, regex, logprobs):
     assert found == f"<|channel|>analysis<|message|>abc<|end|>{head}{said}"
     none = _answer(kinds["tags"], "[a]<think>\n", said, **{**given, "max_thinking_tokens": 0})
     assert none == f"\n</think>{said}"
+
+
+@pytest.mark.parametrize(
+    ("regex", "budget", "before", "text", "proposed"),
+    [
+        # What the model thinks is free, up to the token that ends it.
+        ("a", None, "so", " it is</think>", " it is"),
+        ("a", None, "so", f" it{_END} is", " it"),
+        ("a", 7, "so", " it is so", " it "),  # the seventh token is chosen, and the end forced
+        ("a", 2, "so", "it", ""),  # the end is forced
+        ("a", 9, "so</think>", "ab", ""),  # which would complete the answer
+        ("a{9}", 9, "so</think>", "aab", "aa"),
+        # Without a grammar so is the answer, and nothing ends it in between.
+        (None, 9, "so", "</think>it is so, ", "</think>it is so, "),
+        (None, 9, "so</think>it", f" is so{_END}!", " is so"),
+    ],
+)
+def test_proposals_end_where_something_is_bound(kinds, regex, budget, before, text, proposed):
+    tokenizer = kinds["tags"][0]
+    given = {"regex": regex, "max_thinking_tokens": budget}
+    matcher, _ = _matcher(kinds["tags"], "[a]<think>\n", **given)
+    output = tokenizer.encode(before, False)
+    matcher.follow(output)
+    for _ in range(2):  # it stands where it stood
+        found = matcher.propose(tokenizer.encode(text, False), 20, forces=False)
+        assert tokenizer.decode(list(found), skip_special_tokens=False) == proposed
+        assert matcher.proposed == tuple(found)
+    matcher.follow([*output, *tokenizer.encode("a", False)])
+    assert matcher.proposed == () and matcher.error is None
 
 
 @pytest.mark.parametrize(
