@@ -92,6 +92,12 @@ class ThinkingFormat:
             return "closed"
         return "open" if self is HARMONY or end.endswith(self.starts) else "undecided"
 
+    def written(self, reasoning: str, content: str) -> str:
+        """Return an answer as a family writes it, with line breaks between its parts."""
+        begin, end = self.answer or ("", "")
+        thought = f"{self.first or self.starts[0]}\n{reasoning}{self.closing}"
+        return f"{thought}\n{self.bridge}{begin}\n{content}\n{end}"
+
     def reader(self, opening: Opening) -> ThinkingReader:
         if self is HARMONY:
             return _HarmonyReader(is_answer=opening == "closed")
@@ -153,6 +159,9 @@ _SIGNS = (
     (("think>", "<|tool_calls_section_begin|>"), TAGS_KIMI),
     (("think>",), TAGS),
 )
+
+
+FORMATS = (TAGS, *dict.fromkeys(form for _, form in _SIGNS if form.call is None))
 
 
 def thinking_of(chat_template: str | None) -> ThinkingFormat | None:

@@ -10,7 +10,7 @@ from copy import copy
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import final, get_args
+from typing import Any, final, get_args
 
 import tokenizers
 
@@ -18,6 +18,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
 from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.response_template import formats_of
 from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking_of
 from jaxserve.models.tokenizer_files import (
     TokenizerParts,
@@ -25,6 +26,7 @@ from jaxserve.models.tokenizer_files import (
     read_folder_tokenizer,
     read_gguf_tokenizer,
 )
+from jaxserve.models.tool_calls import ToolFormat, format_of
 
 # Tokens at the end of a prompt that are searched for the beginning or end of thinking.
 _NUM_LAST = 32
@@ -40,6 +42,9 @@ class Tokenizer:
       chat_template: Jinja source, or None.
       tool_template: that of chats with tools, if the model has a separate one for them.
       special_tokens: names that a chat template may use (`bos_token`, ...) and their texts.
+      response_template: how transformers reads an answer, if the model's folder says it.
+      thinking: how the model thinks; None if it does not.
+      tool_format: how it writes calls of tools.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        response_template: Mapping[str, Any] | None = None,
     ):
         # Settings of the tokenizer's training, which would cut or pad prompts.
         backend.no_truncation()
@@ -60,6 +66,12 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = tool_template
         self.special_tokens = dict(special_tokens or {})
+        self.response_template = response_template
+        self.thinking: ThinkingFormat | None = thinking_of(chat_template or tool_template)
+        self.tool_format: ToolFormat = format_of(tool_template or chat_template)
+        if response_template is not None:
+            known = self.thinking, self.tool_format
+            self.thinking, self.tool_format = formats_of(response_template, *known)
         control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._control_ids = frozenset(control)
         self._control_texts = sorted(control.values(), key=len, reverse=True)
@@ -105,6 +117,7 @@ class Tokenizer:
             chat_template=parts.chat_template,
             tool_template=parts.tool_template,
             special_tokens=parts.special_tokens,
+            response_template=parts.response_template,
         )
 
     @property
@@ -146,6 +159,7 @@ class Tokenizer:
             chat_template=self.chat_template,
             tool_template=self.tool_template,
             special_tokens=self.special_tokens,
+            response_template=self.response_template,
         )
 
     def with_template(self, source: str) -> Tokenizer:
@@ -165,6 +179,7 @@ class Tokenizer:
             eos_token_ids=self.eos_token_ids,
             chat_template=source,
             special_tokens=self.special_tokens,
+            response_template=self.response_template,
         )
 
     def encode(
@@ -212,11 +227,6 @@ class Tokenizer:
         goes_on = any(not self._is_silent(token, skip_special_tokens) for token in reversed(after))
         before = self._inner_ids if goes_on else ()
         return StreamDecoder(self, skip_special_tokens, before, shown)
-
-    @cached_property
-    def thinking(self) -> ThinkingFormat | None:
-        """How the model thinks, by its chat template; None if the template knows no thinking."""
-        return thinking_of(self.chat_template or self.tool_template)
 
     def thinking_after(self, prompt: Sequence[int]) -> Thinking | None:
         """Return how an answer to a rendered chat may think; None if the model does not."""
@@ -363,6 +373,7 @@ class Tokenizer:
             "chat_template": self.chat_template,
             "tool_template": self.tool_template,
             "special_tokens": self.special_tokens,
+            "response_template": self.response_template,
         }
         self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
         (Path(folder) / _SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
@@ -372,11 +383,16 @@ class Tokenizer:
 
         Of several end tokens, transformers knows the model's own.
         """
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+        }
         for token_id in self.eos_token_ids[:1]:
             settings["eos_token"] = str(self._backend.id_to_token(token_id))
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
+        if self.response_template is not None:
+            settings["response_template"] = self.response_template
         self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
         (Path(folder) / "tokenizer_config.json").write_text(
             json.dumps(settings, indent=2) + "\n", encoding="utf-8"
@@ -533,6 +549,12 @@ class StreamDecoder:
         is_hidden = self._skip_special_tokens and is_control and token_id not in self._shown
         return self._tokenizer.decode([token_id], skip_special_tokens=False) if is_hidden else ""
 
+    def copy(self) -> StreamDecoder:
+        """Return a decoder that goes on from the same tokens."""
+        copied = copy(self)
+        copied._ids = list(self._ids)
+        return copied
+
     def flush(self) -> str:
         """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
         rest = self._decode(self._ids)[len(self._context) :]
@@ -544,12 +566,6 @@ class StreamDecoder:
             text = self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
             self._ids = list(self._tokenizer._inner_ids)
             self._num_read, self._context = len(self._ids), self._decode(self._ids)
-    def copy(self) -> StreamDecoder:
-        """Return a decoder that goes on from the same tokens."""
-        copied = copy(self)
-        copied._ids = list(self._ids)
-        return copied
-
             return text
         if self._tokenizer._is_silent(token_id, self._skip_special_tokens):
             return ""

@@ -127,6 +127,7 @@ class TokenizerParts:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     tool_template: str | None = None
+    response_template: Mapping[str, Any] | None = None
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> TokenizerParts:
@@ -352,6 +353,7 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
         templates.get("default"),
         names,
         templates.get("tool_use"),
+        settings.get("response_template"),
     )
 
 

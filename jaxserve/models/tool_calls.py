@@ -371,6 +371,9 @@ _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 )
 
 
+FORMATS = (*dict.fromkeys(form for _, form in _MARKS), LIST)
+
+
 def format_of(chat_template: str | None) -> ToolFormat:
     """Return the format of a model, found by searching its chat template."""
     template = chat_template or ""
@@ -379,11 +382,6 @@ def format_of(chat_template: str | None) -> ToolFormat:
         return next(found, HERMES)
     # The instruction that the template does not have can show calls of JSON only.
     return next((form for form in found if _is_json(form)), LIST)
-
-
-def is_writable(form: ToolFormat) -> bool:
-    """Return whether `with_calls_as_text` can write calls in a format: with JSON or as Python."""
-    return _is_json(form) or isinstance(_arguments_of(form), PythonArguments)
 
 
 def with_instruction(
@@ -396,7 +394,7 @@ def with_instruction(
     instruction = _INSTRUCTION.format(
         tools=json.dumps([tool["function"] for tool in tools]),
         form=_OF_LIST if form is LIST else "calls in this form",
-        example=_written(form, [_EXAMPLE]),
+        example=written(form, [_EXAMPLE]),
     )
     said = [dict(message) for message in messages]
     if said and said[0].get("role") == "system":
@@ -438,22 +436,21 @@ def _as_text(form: ToolFormat, message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    written = _written(form, [call["function"] for call in calls])
+    text = written(form, [call["function"] for call in calls])
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": f"{message.get('content') or ''}{written}"}
+    return {**rest, "content": f"{message.get('content') or ''}{text}"}
 
 
-def _written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls in a format that `is_writable`."""
+def written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls as a family writes them; each has a `name` and `arguments`."""
     call = form.call
     if isinstance(call, JsonCall):
         each = [json.dumps(call.filled(i, *_parts(one))) for i, one in enumerate(calls)]
     else:
         id = "functions.{}:{}" if call.is_numbered else "{}"
-        is_python = isinstance(call.arguments, PythonArguments)
-        write = _as_python if is_python else json.dumps
         each = [
-            f"{call.begin}{id.format(name, i)}{call.after}{write(arguments)}{call.end}"
+            f"{call.begin}{id.format(name, i)}{call.after}"
+            f"{_written_arguments(call.arguments, arguments)}{call.end}"
             for i, (name, arguments) in enumerate(map(_parts, calls))
         ]
     if form.between is not None:
@@ -462,10 +459,30 @@ def _written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
     return f"{form.begin}{form.opening}{inner}{form.closing}{form.end}"
 
 
-def _as_python(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        return repr(arguments)
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+def _written_arguments(notation: object, arguments: Any) -> str:
+    if isinstance(notation, JsonArguments) or not isinstance(arguments, Mapping):
+        return json.dumps(arguments)
+    if isinstance(notation, PythonArguments):
+        return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    if isinstance(notation, TaggedArguments):
+        return "".join(
+            f"{notation.begin}{key}{notation.middle}{notation.value}"
+            f"{value if isinstance(value, str) else json.dumps(value)}{notation.end}"
+            for key, value in arguments.items()
+        )
+    assert isinstance(notation, QuotedArguments)
+    return ",".join(f"{key}:{_quoted(value, notation.quote)}" for key, value in arguments.items())
+
+
+def _quoted(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, Mapping):
+        inner = ",".join(f"{key}:{_quoted(each, quote)}" for key, each in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{','.join(_quoted(each, quote) for each in value)}]"
+    return json.dumps(value)
 
 
 def _parts(function: Mapping[str, Any]) -> tuple[str, Any]:

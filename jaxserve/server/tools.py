@@ -14,7 +14,7 @@ from jaxserve.core.json_schema import lark_rules
 from jaxserve.engine.grammars import AnswerSchema
 from jaxserve.models import tool_calls
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tool_calls import format_of, parameters_of
+from jaxserve.models.tool_calls import parameters_of
 from jaxserve.models.tool_grammars import grammar_of
 from jaxserve.models.tool_reader import Call, CallReader
 from jaxserve.server.errors import invalid
@@ -53,7 +53,7 @@ class Tools:
         self.is_given = given is not None and choice != "none"
         self.tokenizer = tokenizer
         template = tokenizer.tool_template or tokenizer.chat_template or ""
-        self._form = format_of(template)
+        self._form = tokenizer.tool_format
         self._writes_tools = "tools" in template
         offered = (given or ()) if self.is_given else ()
         self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
@@ -142,8 +142,6 @@ class Tools:
     def _writes_calls(self) -> bool:
         if self._form is tool_calls.LIST:  # of our own instruction
             return False
-        if not tool_calls.is_writable(self._form):
-            return True
         return self.tokenizer.writes_calls(has_tools=self.is_given)
 
     @property

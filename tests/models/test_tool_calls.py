@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from jaxserve.models.tool_calls import (
-    COMMAND,
-    DEEPSEEK_V3,
     DEEPSEEK_V31,
-    GRANITE,
+    FORMATS,
     HARMONY,
     HERMES,
     KIMI,
@@ -23,8 +21,6 @@ from jaxserve.models.tool_calls import (
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
-    NEMOTRON,
-    PYTHONIC,
     JsonCall,
     ToolFormat,
     format_of,
@@ -203,25 +199,7 @@ def test_the_instruction_shows_the_family_s_own_notation():
     )
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        HERMES,
-        LIST,
-        MISTRAL,
-        MISTRAL_ARGS,
-        LLAMA3,
-        PYTHONIC,
-        LFM2,
-        NEMOTRON,
-        COMMAND,
-        GRANITE,
-        DEEPSEEK_V3,
-        DEEPSEEK_V31,
-        KIMI,
-        HARMONY,
-    ],
-)
+@pytest.mark.parametrize("form", FORMATS)
 def test_calls_as_text_are_calls(form):
     """What the history has in place of calls that a template does not write is read as these."""
     given = [{"function": {"name": "add", "arguments": {"x": i}}} for i in range(2)]
