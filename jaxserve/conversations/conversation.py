@@ -126,12 +126,14 @@ class Conversation:
 
     Attributes:
       id: names the conversation in the journal and on its requests.
+      num_asked: tokens of the prompt that is being answered, the history included; 0 while none is.
     """
 
     def __init__(self, id: str, home: Conversations, start: Sequence[Message]):
         self.id = id
         self._home = home
         self._start = tuple(start)
+        self.num_asked = 0
         self._one_turn = threading.Lock()
         self._entry = home.journal.find(id)
         self._history = History()
@@ -333,7 +335,11 @@ class Conversation:
                     f"the prompt has {len(prompt.token_ids)} tokens with the history, and "
                     f"max_prompt_tokens={limit}; shorten it, or begin a new conversation"
                 )
-            yield prompt
+            self.num_asked = len(prompt.token_ids)
+            try:
+                yield prompt
+            finally:
+                self.num_asked = 0
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ class TurnExchange:
         self._last_s: float | None = None
         self._estimate: LengthEstimate | None = None
         self._num_tokens = 0
-        self._has_ended = self._is_closed = False
+        self._has_prompted = self._has_ended = self._is_closed = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -156,11 +156,19 @@ class TurnExchange:
         if self._last_s is None:
             self._first_s = now_s
             self._backend.has_token(open_)
+            assert self._conversation is not None
+            self._prompted(self._conversation.num_asked)
         else:
             self._backend.metrics.between_tokens(now_s - self._last_s, len(piece.token_ids))
         self._last_s = now_s
         self._count(len(piece.token_ids))
         self._estimate = self._estimate or piece.estimate
+
+    def _prompted(self, num_tokens: int) -> None:
+        """Count the prompt once: with the first token, or at the end of a turn that is kept."""
+        if num_tokens and not self._has_prompted:
+            self._has_prompted = True
+            self._backend.metrics.prompted(num_tokens)
 
     def _count(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
@@ -184,7 +192,7 @@ class TurnExchange:
     def _ended(self, open_: CountedRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
         self._count(len(completion.token_ids) - self._num_tokens)
-        self._backend.metrics.prompted(len(completion.prompt_token_ids))
+        self._prompted(len(completion.prompt_token_ids))
         self._backend.metrics.ended(completion, self._params)
         self._backend.metrics.predicted(self._estimate, completion.samples[0])
         self._trace.ended(completion)

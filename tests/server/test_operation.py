@@ -291,15 +291,27 @@ def test_metrics(slow: Runtime):
     assert sum(found[f"vllm:kv_pages{sorted(['device', state])}"] for state in states) > 0
 
 
-def test_tokens_of_aborted_answers_are_counted(slow: Runtime):
-    """They count by step, as in vLLM, so also where the client leaves."""
+@pytest.mark.parametrize("kind", ["completion", "turn"])
+def test_tokens_of_aborted_answers_are_counted(slow: Runtime, kind: str):
+    """They count by step, as in vLLM, so also where the client leaves; and so does the prompt."""
     with server(slow) as url, client(url) as ai:
-        with ai.completions.create(model=NAME, stream=True, **LONG) as pieces:
-            shown = "".join(next(pieces).choices[0].text for _ in range(3))
+        if kind == "turn":
+            said = [{"role": "user", "content": "a"}]
+            assert slow.tokenizer is not None
+            num_prompt = len(slow.tokenizer.apply_chat_template(said))
+            body = {"model": NAME, "messages": said, "stream": True, "max_tokens": 100}
+            chat = ai.chat.completions.create(**body, extra_body={"conversation_id": "a"})
+            with chat as chunks:
+                texts = (next(chunks).choices[0].delta.content for _ in range(4))
+                shown = "".join(text or "" for text in texts)
+        else:
+            num_prompt = 1
+            with ai.completions.create(model=NAME, stream=True, **LONG) as pieces:
+                shown = "".join(next(pieces).choices[0].text for _ in range(3))
         until(lambda: not num_open(url))
         found = metrics(url)
     assert found["jaxserve:request_success_total['abort']"] == 1
-    assert found["jaxserve:prompt_tokens_total"] == 1
+    assert found["jaxserve:prompt_tokens_total"] == num_prompt
     assert len(shown) <= found["jaxserve:generation_tokens_total"] < LONG["max_tokens"]
     assert found["jaxserve:request_generation_tokens_count"] == 0
 
