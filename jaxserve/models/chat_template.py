@@ -141,6 +141,16 @@ class ChatTemplate:
         marks = "abcdefghi", "_name", "_value"
         return not any(found) or any(mark in text for text in found if text for mark in marks)
 
+    @cached_property
+    def takes_system(self) -> bool:
+        """Return whether it takes a system's message, which Gemma 2's does not."""
+        chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+        try:
+            self._rendered(chat, True, None, {})
+        except InvalidRequestError:
+            return False
+        return True
+
     def _with_call(self, arguments: Any) -> str | None:
         """Return a chat that ends with a call; None if the template refuses it."""
         function = {"name": "_name", "arguments": arguments}

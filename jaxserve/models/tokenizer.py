@@ -323,6 +323,15 @@ class Tokenizer:
         """
         return self._template_of(has_tools=has_tools).writes_calls
 
+    @property
+    def takes_system(self) -> bool:
+        """Whether the template of chats without tools takes a system's message.
+
+        Raises:
+          InvalidRequestError: the model has no chat template.
+        """
+        return self._template_of(has_tools=False).takes_system
+
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of vocabulary and chat template; equal hashes mean equal token ids."""

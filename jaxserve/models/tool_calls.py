@@ -385,11 +385,16 @@ def format_of(chat_template: str | None) -> ToolFormat:
 
 
 def with_instruction(
-    form: ToolFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    form: ToolFormat,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    takes_system: bool = True,
 ) -> list[dict[str, Any]]:
     """Return messages with instructions in the first, the system's, on how to call tools.
 
-    For chat templates that do not write the tools.
+    For chat templates that do not write the tools. Where a template `takes_system` messages not,
+    the instructions are in the first message of the user, as Gemma's later templates have them.
     """
     instruction = _INSTRUCTION.format(
         tools=json.dumps([tool["function"] for tool in tools]),
@@ -397,9 +402,12 @@ def with_instruction(
         example=written(form, [_EXAMPLE]),
     )
     said = [dict(message) for message in messages]
-    if said and said[0].get("role") == "system":
+    role = said[0].get("role") if said else None
+    if role == "system":
         first = f"{said[0]['content']}\n\n{instruction}"
         return [{**said[0], "content": first}, *said[1:]]
+    if role == "user" and not takes_system:
+        return [{**said[0], "content": f"{instruction}\n\n{said[0]['content']}"}, *said[1:]]
     return [{"role": "system", "content": instruction}, *said]
 
 
@@ -423,11 +431,21 @@ def with_ids(form: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> list[di
 def with_calls_as_text(
     form: ToolFormat, messages: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return messages whose calls and results are text.
+    """Return messages whose calls and results are text; results in a row are one message.
 
     For chat templates that do not write calls.
     """
-    return [_as_text(form, message) for message in messages]
+    found: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        said = _as_text(form, message)
+        if is_result and was_result:
+            found[-1]["content"] += f"\n{said['content']}"
+        else:
+            found.append(said)
+        was_result = is_result
+    return found
 
 
 def _as_text(form: ToolFormat, message: Mapping[str, Any]) -> dict[str, Any]:

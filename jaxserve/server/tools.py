@@ -108,7 +108,10 @@ class Tools:
         """
         messages, given = self.as_said(messages), self._given
         if self.is_given and not self._writes_tools:
-            messages, given = tool_calls.with_instruction(self._form, messages, self._tools), None
+            takes_system, given = self.tokenizer.takes_system, None
+            messages = tool_calls.with_instruction(
+                self._form, messages, self._tools, takes_system=takes_system
+            )
         return self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,

@@ -275,3 +275,34 @@ def test_calls_that_a_template_leaves_out_become_text():
     assert _prompt('{"a": 1}', TOOLS, chat_template=left_out) == (
         f"<tool_call>user:q;assistant:{call};user:<tool_response>7</tool_response>;"
     )
+
+
+def test_a_template_without_a_system_has_the_tools_in_the_first_message():
+    """Gemma 2's raises for a system's message, and where users and models do not take turns.
+
+    As the `tokenizer_config.json` of google/gemma-2-2b-it does; Gemma 3's has a system's message
+    in the first one of the user.
+    """
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('take turns') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    tokenizer = byte_level(chat_template=template)
+    given = Tools([Tool.model_validate(tool) for tool in TOOLS], None, None, tokenizer)
+    calls = [
+        {"id": f"{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for i in range(2)
+    ]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": f"r{i}", "tool_call_id": f"{i}"} for i in range(2)),
+    ]
+    prompt = tokenizer.decode(given.prompt(chat), False)
+    assert prompt.startswith("[user]You can call functions.")
+    call = '{"name": "f", "arguments": {}}'
+    assert prompt.endswith(
+        f"\n\nq[assistant]<tool_call>[{call}, {call}]</tool_call>"
+        "[user]<tool_response>r0</tool_response>\n<tool_response>r1</tool_response>"
+    )
