@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,55 @@ def test_conversations_are_listed_and_found(url: str, tab: Any):
     expecting(tab, "#conversations li").to_have_count(0)
     tab.go_back()
     expecting(tab, "article >> nth=0").to_contain_text("mountains")
+
+
+@pytest.mark.release
+def test_conversations_leave_and_come_back(url: str, tab: Any, tmp_path: Path):
+    """Export writes a file from which another browser has the same conversations."""
+    answer_with(tab, "the Danube")
+    tab.goto(url + "/")
+    say(tab, "rivers")
+    expecting(tab, ".figures").to_contain_text("1 tokens")
+    with tab.expect_download() as found:
+        tab.click("#export")
+    path = tmp_path / found.value.suggested_filename
+    found.value.save_as(path)
+    before = kept(tab)
+    tab.evaluate("localStorage.clear()")
+    tab.goto(url + "/#/")
+    tab.reload()
+    expecting(tab, "#conversations li").to_have_count(0)
+    for told in ("1 conversations are new here", "0 conversations are new here"):
+        tab.set_input_files("#imported", path)
+        expecting(tab, "#status").to_have_text(told)
+        expecting(tab, "#conversations a").to_have_text("rivers")
+    assert kept(tab) == before
+    (own,) = before
+    wrong = [{**own, "leaf": 2}, {**own, "id": "a/b"}, {**own, "messages": [{"role": "user"}]}]
+    wrong.append({**own, "messages": [{**own["messages"][0], "parent": 0}], "leaf": 0})
+    for text in (*map(json.dumps, wrong), *(json.dumps([each]) for each in wrong), "not JSON"):
+        path.write_text(text)
+        tab.evaluate("document.getElementById('status').textContent = ''")
+        tab.set_input_files("#imported", path)
+        expecting(tab, "#status").to_contain_text(path.name)
+    assert kept(tab) == before
+
+
+@pytest.mark.release
+def test_files_and_keys(url: str, tab: Any, tmp_path: Path):
+    """Text files go into the message, in a fence that they do not end; others are named."""
+    text, other = tmp_path / "a.py", tmp_path / "b.bin"
+    text.write_text("x = 1\n```\n")
+    other.write_bytes(b"\xff\xfe\x00")
+    tab.goto(url + "/")
+    tab.fill("#said", "Look at")
+    tab.set_input_files("#attached", [text, other])
+    expecting(tab, "#said").to_have_value("Look at\na.py:\n````\nx = 1\n```\n````\n")
+    expecting(tab, "#status").to_contain_text("b.bin is not text")
+    tab.keyboard.press("Control+k")
+    expecting(tab, "#search").to_be_focused()
+    tab.keyboard.press("Control+Shift+O")
+    expecting(tab, "#said").to_be_focused()
 
 
 @pytest.mark.release

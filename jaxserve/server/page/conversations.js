@@ -39,6 +39,44 @@ export function remove(id) {
   localStorage.removeItem(PREFIX + id);
 }
 
+// Returns all conversations as the text of a file.
+export function exported() { return JSON.stringify([...conversations.values()], null, 1); }
+
+// Keeps the conversations of such a file, unless they are here and were used later; returns how many.
+// Throws an error whose message says what is wrong with the file.
+export function take(text) {
+  const given = JSON.parse(text);
+  if (!Array.isArray(given) || !given.every(isConversation)) {
+    throw new Error("this is not a file that Export made");
+  }
+  const newer = given.filter(({id, used}) => !(conversations.get(id)?.used >= used));
+  for (const each of newer) {
+    save(each);
+    conversations.set(each.id, each);
+  }
+  return newer.length;
+}
+
+function isConversation(given) {
+  const messages = given?.messages;
+  return /^\w+$/.test(given?.id) && isText(given.system) && Number.isFinite(given.used)
+    && Array.isArray(messages) && messages.every(isMessage) && messages[given.leaf] !== undefined;
+}
+
+// The parent is an earlier message, so that every path ends.
+function isMessage(given, index) {
+  const isCall = (call) => isText(call?.id) && isText(call.name) && isText(call.arguments);
+  const isMissingOr = (value, holds) => value === undefined || holds(value);
+  const {tokens, first_s, rate = 0} = given?.figures ?? {tokens: 0, first_s: 0};
+  return ["user", "assistant", "tool"].includes(given?.role) && isText(given.content)
+    && Number.isInteger(given.parent) && given.parent >= -1 && given.parent < index
+    && [given.reasoning, given.finish, given.error].every((each) => isMissingOr(each, isText))
+    && isMissingOr(given.calls, (calls) => Array.isArray(calls) && calls.every(isCall))
+    && isMissingOr(given.call, isCall) && [tokens, first_s, rate].every(Number.isFinite);
+}
+
+function isText(value) { return typeof value === "string"; }
+
 // Calls back with the id of a conversation that another tab has written or removed.
 export function onChange(callback) {
   addEventListener("storage", ({key}) => {

@@ -105,11 +105,16 @@ function open(conversation) {
   showMessages();
 }
 
+// Shows the list of conversations on a narrow page, where it is hidden otherwise.
+function openMenu(isOpen) {
+  document.body.classList.toggle("menu", isOpen);
+  $("menu").setAttribute("aria-expanded", String(isOpen));
+}
+
 // Shows what the address names: #/c/ID, or a new conversation.
 function follow() {
   const id = /^#\/c\/(\w+)$/.exec(location.hash)?.[1];
-  document.body.classList.remove("menu");
-  $("menu").setAttribute("aria-expanded", "false");
+  openMenu(false);
   if (id && id === shown?.id) return;
   const found = id && conversations.find(id);
   open(found || null);
@@ -263,6 +268,50 @@ function send() {
   followUp(conversation, conversation.leaf, message);
 }
 
+// ---- files ----
+
+function exportAll() {
+  const link = element("a");
+  link.download = "conversations.json";
+  link.href = URL.createObjectURL(new Blob([conversations.exported()], {type: "application/json"}));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+async function importAll(file) {
+  try {
+    say(`${conversations.take(await file.text())} conversations are new here`);
+  } catch (error) {
+    say(`${file.name}: ${error.message}`);
+  }
+  if (shown && conversations.find(shown.id) !== shown) shown = conversations.find(shown.id);
+  showMessages();
+}
+
+// Adds text files to the message, each in a fence that is longer than any in it.
+async function attach(files) {
+  for (const file of files) {
+    try {
+      const decoder = new TextDecoder("utf-8", {fatal: true});
+      const text = decoder.decode(await file.arrayBuffer()).trimEnd();
+      const longest = (text.match(/`+/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
+      const fence = "`".repeat(longest + 1), before = $("said").value;
+      $("said").value = `${before && before + "\n"}${file.name}:\n${fence}\n${text}\n${fence}\n`;
+    } catch {
+      say(`${file.name} is not text in UTF-8, and messages here are text`);
+    }
+  }
+  $("said").focus();
+}
+
+// Calls `take` with the files that are chosen in an input, which then may be chosen again.
+function onFiles(input, take) {
+  input.addEventListener("change", async () => {
+    await take([...input.files]);
+    input.value = "";
+  });
+}
+
 // ---- settings ----
 
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "tools"];
@@ -316,16 +365,40 @@ $("said").addEventListener("keydown", (event) => {
   }
 });
 $("stop").addEventListener("click", () => answering.get(shown?.id)?.controller.abort());
-$("new").addEventListener("click", () => {
+function startNew() {
   location.hash = "#/";
   follow();
   $("said").focus();
+}
+
+$("new").addEventListener("click", startNew);
+$("export").addEventListener("click", exportAll);
+$("import").addEventListener("click", () => $("imported").click());
+onFiles($("imported"), ([file]) => importAll(file));
+$("attach").addEventListener("click", () => $("attached").click());
+onFiles($("attached"), attach);
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  attach(event.dataTransfer.files);
+});
+$("said").addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length === 0) return;
+  event.preventDefault();
+  attach(event.clipboardData.files);
+});
+document.addEventListener("keydown", (event) => {
+  if (!(event.ctrlKey || event.metaKey) || $("settings").open) return;
+  const key = event.key.toLowerCase();
+  if (key === "k") {
+    openMenu(true);
+    $("search").focus();
+  } else if (key === "o" && event.shiftKey) startNew();
+  else return;
+  event.preventDefault();
 });
 $("search").addEventListener("input", showList);
-$("menu").addEventListener("click", () => {
-  const isOpen = document.body.classList.toggle("menu");
-  $("menu").setAttribute("aria-expanded", String(isOpen));
-});
+$("menu").addEventListener("click", () => openMenu(!document.body.classList.contains("menu")));
 $("watch").addEventListener("click", () => {
   $("engine").hidden = !$("engine").hidden;
   $("watch").setAttribute("aria-expanded", String(!$("engine").hidden));
