@@ -13,12 +13,15 @@ GEMMA     <|channel>thought ... <channel|>                Gemma 4
 SEED      <seed:think> ... </seed:think>                  Seed-OSS
 COMMAND   <|START_THINKING|> ... <|END_THINKING|>, and    Command A and R7B
           <|START_RESPONSE|> ... <|END_RESPONSE|>
+APERTUS   <|inner_prefix|> ... <|inner_suffix|>           Apertus
+APRIEL    Here are my reasoning steps: ...                Apriel 1.6
+          [BEGIN FINAL RESPONSE] ...
 HARMONY   messages of the channel analysis                gpt-oss
 ========  ==============================================  ==========================================
 
 In some families a call ends the thinking, too, because models write it without `</think>`: in those
-with the calls of Qwen3-Coder (Qwen3.5, Nemotron 3), of GLM, Kimi and MiniMax. A call in JSON, as
-Qwen3 writes it, does not: it may be a draft.
+with the calls of Qwen3-Coder (Qwen3.5, Nemotron 3), of GLM, Kimi and MiniMax; in Apertus they stand
+inside. A call in JSON, as Qwen3 writes it, does not: it may be a draft.
 
 Sources: chat templates in llama.cpp's `models/templates` and vLLM's `vllm/reasoning`, as of 2026.
 For calls that end thinking: vLLM's `vllm/parser` (03e8268), sglang's `reasoning_parser.py`
@@ -132,6 +135,15 @@ COMMAND = ThinkingFormat(
     "<|END_THINKING|>",
     answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
+APERTUS = ThinkingFormat(
+    ("<|inner_prefix|>",),
+    ("<|inner_suffix|>",),
+    "<|inner_suffix|>",
+    call=EndingCall("<|tools_prefix|>", "", "<|tools_suffix|>"),
+)
+APRIEL = ThinkingFormat(
+    ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), "\n[BEGIN FINAL RESPONSE]\n"
+)
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _CALL_END = "<|call|>"
 HARMONY = ThinkingFormat(
@@ -151,6 +163,8 @@ _SIGNS = (
     (("[THINK]", "[/THINK]"), MAGISTRAL),
     (("</seed:think>",), SEED),
     (("<|START_THINKING|>",), COMMAND),
+    (("<|inner_prefix|>", "<|inner_suffix|>"), APERTUS),
+    (("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), APRIEL),
     (("Here is my thought process:",), SPOKEN),
     (("<think></think>", "<response></response>"), GRANITE),
     (("think>", "<minimax:tool_call>"), TAGS_MINIMAX),
@@ -161,7 +175,7 @@ _SIGNS = (
 )
 
 
-FORMATS = (TAGS, *dict.fromkeys(form for _, form in _SIGNS if form.call is None))
+FORMATS = (TAGS, *dict.fromkeys(form for _, form in _SIGNS if form.starts != TAGS.starts), GRANITE)
 
 
 def thinking_of(chat_template: str | None) -> ThinkingFormat | None:

@@ -19,6 +19,12 @@ NEMOTRON       <TOOLCALL>, a JSON list of names and arguments, </TOOLCALL>    Ne
 COMMAND        <|START_ACTION|>, a JSON list of numbers, tool_names and       Command A, R7B
                parameters, <|END_ACTION|>
 GRANITE        <|tool_call|>, a JSON list of names and arguments              Granite 3
+TOOL_CALLS     <tool_calls>, a JSON list of names and arguments,              Apriel, Hunyuan A13B
+               </tool_calls>
+APERTUS        <|tools_prefix|>, a JSON list of {name: arguments},            Apertus
+               <|tools_suffix|>
+GIGACHAT       a message of the role "function call", JSON of name and        GigaChat 3
+               arguments
 QWEN3_CODER    <function=name>, <parameter=key>, value, ... in <tool_call>    Qwen3-Coder, Qwen3.5
 SEED           the same in <seed:tool_call>, values without line breaks       Seed-OSS
 GLM            <tool_call>name, <arg_key>, <arg_value>, ... </tool_call>      GLM 4.5 and later
@@ -26,6 +32,9 @@ MINIMAX        <invoke name=...>, <parameter name=...>, value, ... in         Mi
                <minimax:tool_call>
 DEEPSEEK_V3    function, name and JSON in a code block, between tags          DeepSeek V3, R1
 DEEPSEEK_V31   name and JSON between tags                                     DeepSeek V3.1
+DEEPSEEK_V32   <invoke name=...>, <parameter name=... string="true">, value,  DeepSeek V3.2
+               ... in <function_calls>, with ｜DSML｜ in every tag
+GIGACHAT35     the same in <tool_calls>, with ｜GCML｜                          GigaChat 3.5
 KIMI           functions.name:index and JSON between tags                     Kimi K2
 HARMONY        a message on the commentary channel to=functions.name          gpt-oss
 FUNCTIONGEMMA  call:name{key:value, ...} between tags, text in <escape>       FunctionGemma
@@ -38,7 +47,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 _INSTRUCTION = (
@@ -52,13 +61,19 @@ _EXAMPLE = {"name": "name1", "arguments": {"argument1": "value1"}}
 @final
 @dataclass(frozen=True)
 class JsonCall:
-    """A call that is one JSON object; the attributes are its keys, `number` that of its number."""
+    """A call that is one JSON object; the attributes are its keys, `number` that of its number.
+
+    With `is_keyed` the name is the only key, and the arguments are its value.
+    """
 
     arguments: str = "arguments"
     name: str = "name"
     number: str = ""
+    is_keyed: bool = False
 
     def filled(self, number: int, name: str, arguments: Any) -> dict[str, Any]:
+        if self.is_keyed:
+            return {name: arguments}
         first = {self.number: str(number)} if self.number else {}
         return {**first, self.name: name, self.arguments: arguments}
 
@@ -74,14 +89,20 @@ class JsonArguments:
 class TaggedArguments:
     """Arguments between tags, each value as plain text, or as JSON if it is not a string.
 
-    A value begins after `begin`, its key, `middle` and `value`. A line break that `middle` or
-    `value` ends with, and one that `end` begins with, are not part of the value.
+    A value begins after `begin`, its key, `middle` and `value`; after `json` in place of `value`,
+    if there is one, where the value is JSON. A line break that `middle` or `value` ends with, and
+    one that `end` begins with, are not part of the value.
     """
 
     begin: str
     middle: str
     end: str
     value: str = ""
+    json: str = ""
+
+    def before(self, *, is_text: bool) -> str:
+        """Return what stands between a key and its value."""
+        return self.middle + (self.value if is_text or not self.json else self.json)
 
 
 @final
@@ -225,6 +246,18 @@ GRANITE = ToolFormat(
     closing="]",
     other_begins=("<tool_call>",),
 )
+TOOL_CALLS = replace(LIST, begin="<tool_calls>", end="</tool_calls>")
+APERTUS = replace(
+    LIST, call=JsonCall(is_keyed=True), begin="<|tools_prefix|>", end="<|tools_suffix|>"
+)
+GIGACHAT = ToolFormat(
+    JsonCall(),
+    "<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    "",
+    between=None,
+    separator=None,
+    other_begins=("function call<|role_sep|>", "<|function_call|>"),
+)
 QWEN3_CODER = ToolFormat(
     NamedCall(
         "<function=",
@@ -293,6 +326,24 @@ DEEPSEEK_V31 = ToolFormat(
     between="",
     separator=None,
 )
+
+
+def _marked(mark: str, block: str) -> ToolFormat:
+    """Return a format of calls in a block, with a mark in every tag."""
+    arguments = TaggedArguments(
+        f'<{mark}parameter name="', '" string="', f"</{mark}parameter>\n", 'true">', 'false">'
+    )
+    return ToolFormat(
+        NamedCall(f'<{mark}invoke name="', '">\n', f"</{mark}invoke>\n", arguments),
+        f"<{mark}{block}>\n",
+        f"</{mark}{block}>",
+        between="",
+        separator=None,
+    )
+
+
+DEEPSEEK_V32 = _marked("｜DSML｜", "function_calls")
+GIGACHAT35 = _marked("｜GCML｜", "tool_calls")
 KIMI = ToolFormat(
     NamedCall(
         "<|tool_call_begin|>",
@@ -346,6 +397,11 @@ GEMMA4 = ToolFormat(
 # What the chat template of a format has in it, the most special first: several families write
 # <tool_call> around something that is not JSON.
 _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("｜DSML｜", "function_calls>"), DEEPSEEK_V32),
+    (("<｜GCML｜tool_calls>",), GIGACHAT35),
+    (("function call", "<|role_sep|>"), GIGACHAT),
+    (("<|tools_prefix|>",), APERTUS),
+    (("<tool_calls>[",), TOOL_CALLS),
     (("<minimax:tool_call>",), MINIMAX),
     (("<seed:tool_call>",), SEED),
     (("<|tool_call_start|>",), LFM2),
@@ -484,7 +540,7 @@ def _written_arguments(notation: object, arguments: Any) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     if isinstance(notation, TaggedArguments):
         return "".join(
-            f"{notation.begin}{key}{notation.middle}{notation.value}"
+            f"{notation.begin}{key}{notation.before(is_text=isinstance(value, str))}"
             f"{value if isinstance(value, str) else json.dumps(value)}{notation.end}"
             for key, value in arguments.items()
         )

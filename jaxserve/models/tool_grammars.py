@@ -25,6 +25,8 @@ TokenOf = Callable[[str], int | None]
 
 # What may be an added token of a tokenizer.
 _TAG = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+# What may be one within a tag.
+_IN_TAG = re.compile(r"(｜[A-Z]+｜)")
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 _ROOT = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
 _ROOT |= {"definitions", "$schema", "$id", "x-guidance"} | _NOTES
@@ -93,8 +95,9 @@ class _Lines:
         """Return a text in Lark, with the parts that are added tokens as these tokens."""
         parts: list[str] = []
         plain = ""
-        for part in _TAG.split(text):
-            token = self._token_of(part) if _TAG.fullmatch(part) else None
+        for part in self._cut(text):
+            is_tag = _TAG.fullmatch(part) or _IN_TAG.fullmatch(part)
+            token = self._token_of(part) if is_tag else None
             if token is None:
                 plain += part
                 continue
@@ -103,11 +106,19 @@ class _Lines:
             plain = ""
         return " ".join([*parts, json.dumps(plain, ensure_ascii=False)] if plain else parts)
 
+    def _cut(self, text: str) -> Iterable[str]:
+        """Yield the parts of a text that may be added tokens, and those between them."""
+        for part in _TAG.split(text):
+            is_token = _TAG.fullmatch(part) and self._token_of(part) is not None
+            yield from filter(None, (part,) if is_token else _IN_TAG.split(part))
+
     def add_tool(self, rule: str, tool: Mapping[str, Any]) -> None:
         call, name, schema = self._form.call, tool["name"], parameters_of(tool)
         if isinstance(call, JsonCall):
             begin = f"{json.dumps(call.name)}: {json.dumps(name)}, {json.dumps(call.arguments)}: "
             first = json.dumps("{" + begin)
+            if call.is_keyed:
+                first = json.dumps("{" + f"{json.dumps(name)}: ")
             if call.number:
                 before, after = f'{{{json.dumps(call.number)}: "', f'", {begin}'
                 first = f"{json.dumps(before)} /0|[1-9][0-9]?/ {json.dumps(after)}"
@@ -167,7 +178,8 @@ class _Lines:
 
     def _pair(self, arguments: Any, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         if isinstance(arguments, TaggedArguments):
-            begin = self.text(f"{arguments.begin}{key}{arguments.middle}{arguments.value}")
+            is_text = "string" in tool_values.kinds_of(schema, root)
+            begin = self.text(f"{arguments.begin}{key}{arguments.before(is_text=is_text)}")
             return self._rule(f"{begin} {self._tagged(arguments, schema, root)}")
         if isinstance(arguments, PythonArguments):
             return self._rule(f"{self.text(f'{key}=')} {self._python(schema, root)}")
@@ -220,6 +232,10 @@ class _Lines:
         tag = end.strip()
         if self._token_of(tag) is not None:  # a token, which no text has in it
             return f"{name} {self.text(end)}"
+        before, *rest = self._cut(end)
+        if rest and self._token_of(rest[0]) is not None:  # a token within the tag
+            self.lines.append(f"{name}_END: {name} {json.dumps(before)}")
+            return f"{name}_END {self.text(''.join(rest))}"
         self._num += 1
         rule = f"part{self._num}"
         self.lines.append(f"{rule}[suffix={json.dumps(end, ensure_ascii=False)}]: {name}")

@@ -384,6 +384,8 @@ class CallReader:
             key = yield from self._json_string()
             yield from self._expect(":")
             yield from self._skip()
+            if call.is_keyed and name is None:
+                name, key = key, call.arguments
             if key == call.name and name is None and self._buffer.startswith('"'):
                 name = yield from self._json_string()
             elif key in ("arguments", "parameters") and arguments is None and not is_returned:
@@ -521,12 +523,17 @@ class CallReader:
             yield from self._until(middle, keys.append)
             self._take(len(middle))
             key = "".join(keys)
-            yield from self._expect(arguments.value)
+            before, kinds = arguments.value, self._kinds(call, key)
+            if arguments.json:
+                is_json = yield from self._which((before, arguments.json))
+                kinds = frozenset({"string"})
+                if is_json == arguments.json:
+                    before, kinds = arguments.json, tool_values.EVERY_KIND - kinds
+            yield from self._expect(before)
             if is_first:
                 self._open(call)
             self._emit(("{" if is_first else ", ") + tool_values.quoted(key) + ": ")
             is_first = False
-            kinds = self._kinds(call, key)
             if kinds == {"string"}:
                 self._emit('"')
                 yield from self._plain(arguments, following, self._emit_inner)

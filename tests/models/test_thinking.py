@@ -93,6 +93,15 @@ CASES: list[tuple[ThinkingFormat, Opening, str, str, str]] = [
         "a",
         "c",
     ),
+    (thinking.APERTUS, "undecided", "<|inner_prefix|>a<|inner_suffix|>c", "a", "c"),
+    (
+        thinking.APERTUS,
+        "undecided",
+        '<|inner_prefix|>a<|tools_prefix|>[{"f": {}}]<|tools_suffix|>',
+        "a",
+        '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>',
+    ),
+    (thinking.APRIEL, "open", "a\n[b]\n[BEGIN FINAL RESPONSE]\nc", "a\n[b]", "c"),
     (thinking.HARMONY, "open", f"{_ANALYSIS}{_FINAL}c", "a", "c"),
     (thinking.HARMONY, "open", f"{_FINAL}c", "", "c"),
     (
@@ -164,6 +173,8 @@ def test_thinking_is_separated_at_every_split(form, opening, text, reasoning, co
         ("between <think></think> and <response></response>", thinking.GRANITE),
         ("after 'Here is my thought process:'", thinking.SPOKEN),
         ("[THINK]{{ m.thinking }}[/THINK]", thinking.MAGISTRAL),
+        ("<|inner_prefix|>{{ m }}<|inner_suffix|>", thinking.APERTUS),
+        ("[BEGIN FINAL RESPONSE] 'Here are my reasoning steps:\\n'", thinking.APRIEL),
         ("<|channel>thought\n<channel|>", thinking.GEMMA),
         ("<|channel|>analysis<|message|>", thinking.HARMONY),
         ("{{ m.content }}", None),
@@ -182,6 +193,7 @@ def test_the_format_is_found_in_the_template(template, form):
         (thinking.TAGS, "<｜Assistant｜></think>", "closed"),
         (thinking.TAGS, "<|im_start|>assistant\n", "undecided"),
         (thinking.GEMMA, "<|turn>model\n<|channel>thought\n<channel|>", "closed"),
+        (thinking.APRIEL, "<|begin_assistant|>\nHere are my reasoning steps:\n", "open"),
         (thinking.HARMONY, "<|start|>assistant", "open"),
     ],
 )

@@ -11,7 +11,7 @@ from jaxserve.core.errors import InvalidGrammarError
 from jaxserve.models import tool_calls
 from jaxserve.models.tool_calls import ToolFormat
 from jaxserve.models.tool_grammars import grammar_of
-from tests.common.matching import matching
+from tests.common.matching import MARK, matching
 from tests.models.test_tool_templates import read
 
 pytestmark = pytest.mark.fast
@@ -91,6 +91,33 @@ CALLS: list[tuple[ToolFormat, str]] = [
         f"{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     (
+        tool_calls.DEEPSEEK_V32,
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="save">\n'
+        '<｜DSML｜parameter name="text" string="true">a\n</b></｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="count" string="false">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="force" string="false">true</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="tags" string="false">["x"]</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    ),
+    (
+        tool_calls.GIGACHAT35,
+        '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="save">\n'
+        '<｜GCML｜parameter name="text" string="true">a\n</b></｜GCML｜parameter>\n'
+        '<｜GCML｜parameter name="count" string="false">5</｜GCML｜parameter>\n'
+        '<｜GCML｜parameter name="force" string="false">true</｜GCML｜parameter>\n'
+        '<｜GCML｜parameter name="tags" string="false">["x"]</｜GCML｜parameter>\n'
+        "</｜GCML｜invoke>\n</｜GCML｜tool_calls>",
+    ),
+    (
+        tool_calls.GIGACHAT,
+        f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "save", "arguments": {JSON}}}',
+    ),
+    (tool_calls.APERTUS, f'<|tools_prefix|>[{{"save": {JSON}}}]<|tools_suffix|>'),
+    (
+        tool_calls.TOOL_CALLS,
+        f'<tool_calls>[{{"name": "save", "arguments": {JSON}}}]</tool_calls>',
+    ),
+    (
         tool_calls.KIMI,
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.save:0"
         f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
@@ -139,7 +166,8 @@ def test_several_calls_are_as_the_family_writes_them(form, text):
     elif form.separator is None:
         two = text + text
     matches = matching(_grammar(form, several=True), [text, two])
-    assert matches == ([text] if form is tool_calls.HARMONY else [text, two])
+    has_one = form.between is None and form.separator is None
+    assert matches == ([text] if has_one else [text, two])
     assert matching(_grammar(form), [two]) == []
     assert len(read(form, two, {"save": PARAMETERS})[1]) == 2
 
@@ -214,3 +242,14 @@ def test_tags_that_are_tokens_are_those_tokens():
     assert '<[3]> "function" <[4]> "now" "\\n```json\\n"' in grammar
     grammar = grammar_of(tool_calls.HARMONY, [NOW], tokens.get, may_be_several=False)
     assert '"now" " <|constrain|>json" <[6]>' in grammar and "<[5]>" in grammar
+
+
+def test_a_mark_within_tags_is_a_token():
+    """Also in the tag that ends a value of plain text, in which there is no such token."""
+    mark = "｜DSML｜"
+    call = next(text for form, text in CALLS if form is tool_calls.DEEPSEEK_V32)
+    grammar = grammar_of(tool_calls.DEEPSEEK_V32, [SAVE], {mark: MARK}.get, may_be_several=False)
+    right = [call, call.replace("</b>", "</")]
+    wrong = [call.replace("5", "five"), call.replace("</b>", f"</{mark}"), call[:-1]]
+    assert matching(grammar, [*right, *wrong], mark) == right
+    assert matching(grammar, right) == []  # spelt out

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.models.jinja import render
 from jaxserve.models.tool_calls import (
+    GIGACHAT,
     LIST,
     NamedCall,
     QuotedArguments,
@@ -125,6 +126,8 @@ def test_calls_of_the_history_are_read_back(form, template, calls, content):
 
     In `make test` cut at 12 random places, in `make test-all` at every place.
     """
+    if form is GIGACHAT:  # whose template writes the first one
+        calls = calls[:1]
     text = _written(template, content, calls)
     if content not in text:  # the template leaves it out beside calls
         content = ""

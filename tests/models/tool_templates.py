@@ -52,6 +52,22 @@ _GLM = (
 )
 _SEED = "<parameter={{ k }}>{{ v | tojson if v is not string else v }}</parameter>\n"
 _MINIMAX = '<parameter name="{{ k }}">{{ v | tojson if v is not string else v }}</parameter>\n'
+_MARKED = (
+    '{% if not loop.first %}\n{% endif %}<｜MARK｜parameter name="{{ k }}" '
+    "string=\"{{ 'true' if v is string else 'false' }}\">"
+    "{{ v if v is string else v | tojson }}</｜MARK｜parameter>"
+)
+
+
+def _marked(mark: str, block: str, *, before: str, empty: str) -> str:
+    """Return a template of calls whose tags all have a mark; `empty` is a call's lack of values."""
+    each = f'<｜{mark}｜invoke name="{{{{ f.name }}}}">\n'
+    each += f"{{% if f.arguments %}}{_ITEMS.replace('ITEM', _MARKED.replace('MARK', mark))}\n"
+    each += f"{{% else %}}{empty}{{% endif %}}</｜{mark}｜invoke>"
+    begin, end = f"<｜{mark}｜{block}>\n", f"\n</｜{mark}｜{block}>"
+    return _template(_joined(each, "\n"), before=f"{before}{begin}", after=end)
+
+
 _PYTHON = (
     "{{ k }}={% if v is boolean or v is none %}{{ v }}{% else %}{{ v | tojson }}{% endif %}"
     "{% if not loop.last %}, {% endif %}"
@@ -233,6 +249,53 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
             "<｜tool▁call▁end｜>",
             before="{{ m.content }}<｜tool▁calls▁begin｜>",
             after="<｜tool▁calls▁end｜>",
+        ),
+    ),
+    (
+        "DeepSeek V3.2",
+        "llama.cpp 7086532 models/templates/DeepSeek-V3.2.jinja",
+        tool_calls.DEEPSEEK_V32,
+        _marked("DSML", "function_calls", before="{{ m.content }}\n\n", empty="\n"),
+    ),
+    (
+        "GigaChat 3.5",
+        "llama.cpp 44cfbeb models/templates/GigaChat3.5.jinja",
+        tool_calls.GIGACHAT35,
+        _marked(
+            "GCML",
+            "tool_calls",
+            before="{{ m.content }}{% if m.content %}\n\n{% endif %}",
+            empty="",
+        ),
+    ),
+    (
+        "GigaChat 3",
+        "llama.cpp 6f9ffbd models/templates/GigaChat3-10B-A1.8B.jinja",
+        tool_calls.GIGACHAT,
+        _template(
+            "{% if loop.first %}<|message_sep|>\n\nfunction call<|role_sep|>\n"
+            + _JSON
+            + "{% endif %}"
+        ),
+    ),
+    (
+        "Apertus",
+        "vllm 0ef5399 examples/tool_chat_template_apertus.jinja",
+        tool_calls.APERTUS,
+        _template(
+            _joined('{"{{ f.name }}": {{ f.arguments | tojson }}}', ", "),
+            before="{{ m.content }}<|tools_prefix|>[",
+            after="]<|tools_suffix|>",
+        ),
+    ),
+    (
+        "Apriel 1.5, 1.6",
+        "llama.cpp 20bdc4f models/templates/Apriel-1.6-15b-Thinker-fixed.jinja",
+        tool_calls.TOOL_CALLS,
+        _template(
+            _joined(_JSON[:-1] + ', "id": "{{ c.id }}"}', ", "),
+            before="{{ m.content }}\n<tool_calls>[",
+            after="]</tool_calls>",
         ),
     ),
     (
