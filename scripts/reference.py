@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "JAXSERVE_START_TIMEOUT": "seconds until all processes of a job have started; 120",
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT": "as everywhere for the Hugging Face Hub",
     "XLA_FLAGS, CUDA_VISIBLE_DEVICES, JAX_PLATFORMS": "as everywhere for JAX",
+    "JAXSERVE_GRAPH_LOOPS": "1 to record decode loops in CUDA graphs, 0 to leave them out; by "
+    "default a test decides ([GPUs](gpus.md#loops-in-cuda-graphs))",
     "XLA_CLIENT_MEM_FRACTION": "fraction of a GPU's memory that JAX may use; 0.75, and on the "
     "command line 0.92 ([GPUs](gpus.md))",
     "CXX": "the C++ compiler of the kernels for CPUs; by default `c++`, `g++` or `clang++`",

@@ -379,6 +379,14 @@ class ServiceOptions:
             text="Refuse to serve where the bits of an answer could depend on other requests.",
         ),
     ] = False
+    graph_loops: Annotated[
+        bool | None,
+        _runtime(
+            "--graph-loops/--no-graph-loops",
+            text="Record decode loops in CUDA graphs, or not. [default: JAXSERVE_GRAPH_LOOPS, or "
+            "if a test passes]",
+        ),
+    ] = None
     end_tokens: Annotated[
         list[str] | None,
         _runtime(

@@ -69,6 +69,8 @@ class EngineConfig:
     # Kernels of products and norms that give a row the same bits in any batch, and attention whose
     # bits do not depend on chunks; None for the platform's choice.
     row_kernels: str | None = None
+    # Decode loops are recorded in CUDA graphs; None if a test of such a loop passes.
+    graph_loops: bool | None = None
     num_host_pages: int = 0  # pages of host memory for KV that leaves the device
     # Dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
     kv_dtype: str | None = None

@@ -161,6 +161,7 @@ class RuntimeKeywords(TypedDict, total=False):
     record: str | Path | None
     conversations: str | Path | None
     journal_limits: JournalLimits
+    graph_loops: bool | None
     huge_pages: bool
     progress: bool
 
@@ -248,6 +249,9 @@ class RuntimeOptions:
         `jaxserve.kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
         the first that serves a shape is used. The write of keys and values uses the implementation
         of the same name, if there is one.
+      graph_loops: whether decode loops on an NVIDIA GPU are recorded in CUDA graphs, where XLA does
+        not record loops by default. None: as JAXSERVE_GRAPH_LOOPS=1 or 0 says, or if a test of such
+        a loop passes at the first start (docs/gpus.md).
       huge_pages: read weights that an earlier start converted into huge pages of a CPU's memory,
         if the system has them. Steps are about a tenth faster, and a start takes half a second
         longer. False maps them into memory.
@@ -297,6 +301,7 @@ class RuntimeOptions:
     record: str | Path | None = None
     conversations: str | Path | None = None
     journal_limits: JournalLimits = JournalLimits()
+    graph_loops: bool | None = None
     huge_pages: bool = True
     progress: bool = True
 
@@ -433,6 +438,11 @@ class RuntimeOptions:
         ):
             raise InvalidConfigError(
                 f"warmup={self.warmup!r} is not allowed; pass one of {WARMUPS}"
+            )
+        if self.graph_loops not in (None, True, False):
+            raise InvalidConfigError(
+                f"graph_loops={self.graph_loops!r} is not allowed; pass True, False, or None for a "
+                "test at the first start"
             )
         if self.disk_memory is None and self.disk_folder is not None:
             raise InvalidConfigError(

@@ -87,6 +87,7 @@ def engine_config(
         slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_sizes else (),
         attention=row_kernels or options.attention,
         row_kernels=row_kernels,
+        graph_loops=options.graph_loops,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
         restore="on_admission" if has_states else options.restore or defaults.restore,

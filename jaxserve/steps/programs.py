@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -20,10 +21,16 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps import decode, encoding, heads, mixed, stages
+from jaxserve.steps import decode, encoding, graph_loops, heads, mixed, stages
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.drafting import Drafter, DraftInputs
-from jaxserve.steps.executable_store import ExecutableStore, these_settings
+from jaxserve.steps.executable_store import (
+    ExecutableStore,
+    describe_devices,
+    key_of,
+    these_settings,
+    this_installation,
+)
 from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import (
     MixedBatch,
@@ -113,7 +120,7 @@ class Programs:
             donate_argnames=("cache", "slots"),
             static_argnames=("variant", "num_proposed"),
             out_shardings=(pages, whole, whole),
-            compiler_options=loop_options(place),
+            compiler_options=loop_options(place, config.graph_loops, store),
         )
         self.prompt_logprobs = StepFunction(
             "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole
@@ -469,22 +476,35 @@ class StagePrograms:
         )
 
 
-_OPTION = "xla_gpu_enable_command_buffer"
-# The commands recorded in a CUDA graph: XLA's default set, and loops, which are not in it.
-_RECORDED = (
-    *("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION"),
-    *("CONDITIONAL", "WHILE"),
-)
-
-
-def loop_options(place: Placement) -> dict[str, Any] | None:
+def loop_options(
+    place: Placement, wanted: bool | None, store: ExecutableStore | None
+) -> dict[str, Any] | None:
     """Return the compiler options of a function with a loop; None for XLA's own choice.
 
     A loop whose end depends on data is decided on the host after every iteration, unless it is
-    recorded in a CUDA graph. A choice in `XLA_FLAGS` precedes ours. A loop with collectives is
-    not recorded (docs/performance_model.md).
+    recorded in a CUDA graph. A choice in `XLA_FLAGS` precedes ours, then `wanted`, then the
+    environment, and then a test. A loop with collectives is not recorded
+    (docs/performance_model.md), so processes that share a mesh need no test.
     """
-    platform = next(iter(place.whole.device_set)).platform
-    if platform not in ("gpu", "cuda") or _OPTION in os.environ.get("XLA_FLAGS", ""):
+    device = next(iter(place.whole.device_set))
+    is_gpu = device.platform in ("gpu", "cuda")
+    if not is_gpu or graph_loops.OPTION in os.environ.get("XLA_FLAGS", ""):
         return None
-    return {_OPTION: ",".join(_RECORDED)}
+    if wanted is None:
+        wanted = graph_loops.graph_loops_in(os.environ)
+    if wanted is None and jax.default_backend() == "cpu":  # compiling for a GPU that is elsewhere
+        wanted = True
+    if wanted is None:
+        is_alone = place.mesh is None or not place.mesh.is_multi_process
+        wanted = is_alone and _loops_pass(device, store)
+    return graph_loops.OPTIONS if wanted else None
+
+
+@cache
+def _loops_pass(device: Any, store: ExecutableStore | None) -> bool:
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        driver = ""
+    key = key_of("loops in graphs", this_installation(), describe_devices([device]), driver)
+    return graph_loops.loops_pass(store, key)
