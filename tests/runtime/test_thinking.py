@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tokenizers
@@ -23,15 +24,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def rt() -> Iterator[Runtime]:
+def _tokenizer() -> Tokenizer:
     letters = ["\n", *map(chr, range(32, 126))]
     vocab = {letter: i for i, letter in enumerate(letters)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.decoder = tokenizers.decoders.Fuse()
     backend.add_tokens(["<think>", "</think>"])
-    tokenizer = Tokenizer(backend, eos_token_ids=(), chat_template=TEMPLATE)
-    with Runtime(tiny_llama(), tokenizer=tokenizer, speculation="lookup", **OPTIONS) as rt:
+    return Tokenizer(backend, eos_token_ids=(), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def rt() -> Iterator[Runtime]:
+    with Runtime(tiny_llama(), tokenizer=_tokenizer(), speculation="lookup", **OPTIONS) as rt:
         yield rt
 
 
@@ -91,3 +95,36 @@ def test_a_grammar_binds_each_sample_after_its_thinking(rt):
         assert all(bool(sample.reasoning) == (kwargs is OPEN) for sample in samples)
         alone = rt.generate(CHAT, SamplingParams(**{**vars(params), "n": 1}))
         assert alone.samples[0].token_ids == samples[0].token_ids
+
+
+@pytest.mark.release
+def test_tokens_of_thinking_are_those_without_speculation():
+    """With budgets that end inside of what is proposed, and with a grammar after the thinking."""
+    tokenizer = _tokenizer()
+    bias = dict.fromkeys(tokenizer.encode("ab"), 30.0)  # it repeats itself, so that much is right
+    prompts, params = list[Any](), list[SamplingParams]()
+    for budget in (None, 6, 20):
+        for regex in (None, "[ab]{9}"):
+            for more in ({}, {"temperature": 1.0, "logprobs": 0}):
+                prompts.append([{"role": "user", "content": "abab" * 3}])
+                params.append(
+                    SamplingParams(
+                        max_tokens=40,
+                        max_thinking_tokens=budget,
+                        regex=regex,
+                        template_kwargs=OPEN,
+                        logit_bias=bias,
+                        seed=len(params),
+                        **more,
+                    )
+                )
+    found = []
+    for speculation in (None, "lookup"):
+        options: dict[str, Any] = {**OPTIONS, "deterministic": True, "speculation": speculation}
+        with Runtime(tiny_llama(), tokenizer=tokenizer, **options) as runtime:
+            found.append(runtime.generate(prompts, params))
+            num_accepted = runtime.stats().num_accepted_tokens
+            assert (num_accepted > 10) == (speculation is not None)
+    for one, other in zip(*found, strict=True):
+        assert (other.token_ids, other.finish_reason) == (one.token_ids, one.finish_reason)
+        assert (other.reasoning, other.text) == (one.reasoning, one.text)
