@@ -20,12 +20,12 @@ from benchmarks.common.counters import of_simulation
 from benchmarks.common.harness import Benchmark, option, some_of
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from benchmarks.common.sweep import STATELESS, Curve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.planning import simulate
+from jaxserve.planning.step_roofline import A100, ModelShape, RooflineCost
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload.conversations import Talk, Talks, sample
 

@@ -18,11 +18,11 @@ from benchmarks.common.counters import average_batch
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from benchmarks.common.workloads import is_tested_on
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import Simulation, simulate
+from jaxserve.planning.step_roofline import A100, ModelShape, RooflineCost
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless

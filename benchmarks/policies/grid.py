@@ -8,6 +8,7 @@ each.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +21,10 @@ from tqdm import tqdm
 from benchmarks.common.harness import Benchmark, option
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
-from benchmarks.common.step_roofline import A100, ModelShape, RooflineCost
 from jaxserve.core.metrics import summarise
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import simulate
-from jaxserve.predictor import LengthBuckets
+from jaxserve.planning.arena import NoisyPredictor
+from jaxserve.planning.step_roofline import A100, ModelShape, RooflineCost
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, task_items
@@ -81,12 +81,14 @@ def _row(
         max_slots=options.max_slots,
         max_context=_MAX_CONTEXT,
     )
+    noise = _NOISE[predictor]
+    predict = NoisyPredictor(_prior(workload, options.seed), noise or math.inf, options.seed)
     done = simulate(
         items,
         policy,
         config,
         COST,
-        predictions=_predictions(workload, items, _NOISE[predictor], options.seed),
+        predictions=None if noise is None else [predict(item) for item in items],
         swap_costs=COST.swap_costs(),
         chunk_cost=COST.chunk_cost(_MAX_CONTEXT),
         progress=False,
@@ -128,30 +130,6 @@ def _prior(workload: str, seed: int) -> np.ndarray:
     lengths = [item.num_output_tokens for item in _items(workload, _NUM_PRIOR, seed + 1)]
     counts = np.bincount(lengths, minlength=_MAX_OUTPUT + 1)[1:] + 1.0
     return counts / counts.sum()
-
-
-def _predictions(
-    workload: str, items: Sequence[WorkloadItem], noise: float | None, seed: int
-) -> list[LengthPrediction] | None:
-    """Return a calibrated predictor's outputs from the logarithm of each length with noise.
-
-    With infinite noise every prediction is the distribution of all lengths.
-    """
-    if noise is None:
-        return None
-    prior, rng = _prior(workload, seed), np.random.default_rng(seed)
-    lengths = np.arange(1, len(prior) + 1)
-    buckets = LengthBuckets.equal_width(len(prior))
-    places = np.asarray(buckets.bucket_of(lengths))
-    predictions = []
-    for item in items:
-        weights = prior
-        if np.isfinite(noise):
-            seen = np.log(item.num_output_tokens) + noise * rng.standard_normal()
-            weights = prior * np.exp(-(((np.log(lengths) - seen) / noise) ** 2) / 2)
-        row = np.bincount(places, weights=weights, minlength=buckets.num)
-        predictions.append(LengthPrediction(buckets, row / row.sum()))
-    return predictions
 
 
 OPTIONS = (

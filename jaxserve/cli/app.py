@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from jaxserve.cli.arena import arena_app
 from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.conversations import conversations_app
@@ -39,6 +40,7 @@ app.command()(serve)
 app.command()(run_batch)
 app.command()(bench)
 app.command()(plan)
+app.add_typer(arena_app, name="arena")
 app.add_typer(conversations_app, name="conversations")
 app.add_typer(models_app, name="models")
 predictor_app.add_typer(probe_app, name="probe")

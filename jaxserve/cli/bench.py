@@ -235,7 +235,7 @@ def bench(
             seed=seed,
         )
         percentiles = _percentiles(metric_percentiles)
-        bounds_s = _bounds_s(goodput or ())
+        bounds_s = opt.goodput_bounds_s(goodput or ())
         for name, value in (("--rate", rate), ("--concurrency", concurrency)):
             if value is not None and not 0 < value < math.inf:
                 raise InvalidConfigError(f"{name} {value:g} is not allowed; pass more than 0")
@@ -454,22 +454,6 @@ def _percentiles(text: str) -> list[float]:
             f"--metric-percentiles {text!r} is not allowed; pass numbers of 0 to 100, such as 50,99"
         )
     return found
-
-
-def _bounds_s(texts: Sequence[str]) -> dict[str, float]:
-    bounds_s = {}
-    for text in (part for each in texts for part in each.split(",")):
-        name, _, milliseconds = text.partition(":")
-        try:
-            bounds_s[name] = float(milliseconds) / 1000
-        except ValueError:
-            name = ""
-        if name not in ("ttft", "tpot", "e2el") or not bounds_s[name] > 0:
-            raise InvalidConfigError(
-                f"--goodput {text!r} is not understood; pass bounds in milliseconds of ttft, tpot "
-                "or e2el, such as ttft:500,tpot:50"
-            )
-    return bounds_s
 
 
 @final

@@ -15,7 +15,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,11 +246,28 @@ def refusals() -> Iterator[None]:
         raise InvalidConfigError(str(error)) from error
 
 
-def show_wide(table: Table) -> None:
+def goodput_bounds_s(texts: Sequence[str]) -> dict[str, float]:
+    """Parse bounds in milliseconds, such as "ttft:500,tpot:50", to seconds."""
+    bounds_s: dict[str, float] = {}
+    for text in (part for each in texts for part in each.split(",")):
+        name, _, milliseconds = text.partition(":")
+        try:
+            bounds_s[name] = float(milliseconds) / 1000
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el") or not bounds_s[name] > 0:
+            raise InvalidConfigError(
+                f"--goodput {text!r} is not understood; pass bounds in milliseconds of ttft, tpot "
+                "or e2el, such as ttft:500,tpot:50"
+            )
+    return bounds_s
+
+
+def show_wide(table: Table, least: int = 120) -> None:
     from rich.console import Console
 
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, least)
     console.print(table)
 
 

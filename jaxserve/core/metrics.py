@@ -75,6 +75,12 @@ def goodput(
     return {"share": share, "requests_per_s": num_within / wall_s}
 
 
+def fairness(values: Sequence[float]) -> float:
+    """Return Jain's index: 1 if all values are equal, 1 / n if one of n has everything."""
+    squares = len(values) * sum(value * value for value in values)
+    return sum(values) ** 2 / squares if squares else 1.0
+
+
 def spread(
     values: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, float] | None:

@@ -69,6 +69,7 @@ def simulate(
     *,
     predictions: Sequence[LengthPrediction | None] | None = None,
     follow_up: FollowUp | None = None,
+    predict: Callable[[WorkloadItem], LengthPrediction | None] = lambda _: None,
     pilot: Pilot | None = None,
     chunk_cost: RecomputeCost | None = None,
     swap_costs: SwapCosts | None = None,
@@ -84,6 +85,7 @@ def simulate(
     Args:
       predictions: the items' predicted output lengths, for policies that use them.
       follow_up: returns the next request after an answer; by default there is none.
+      predict: returns the predicted output length of such a request; by default there is none.
       pilot: changes the schedule between steps; by default nothing does.
       chunk_cost: cost of recomputing a page, which gives cached pages their value; by default a
         guess.
@@ -98,7 +100,7 @@ def simulate(
     engine, clock, builder = simulated_engine(policy, config, cost, swap_costs=swap_costs)
     if chunk_cost is not None:
         engine.value_by(chunk_cost)
-    clients = _Clients(builder, follow_up)
+    clients = _Clients(builder, follow_up, predict)
     for item, prediction in zip(items, predictions or [None] * len(items), strict=True):
         clients.ask(item, prediction)
     with tqdm(
@@ -159,10 +161,16 @@ def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
 
 @final
 class _Clients:
-    def __init__(self, builder: RequestBuilder, follow_up: FollowUp | None):
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        follow_up: FollowUp | None,
+        predict: Callable[[WorkloadItem], LengthPrediction | None],
+    ):
         self.answers: list[Answer] = []
         self._builder = builder
         self._follow_up = follow_up
+        self._predict = predict
         self._arriving: list[tuple[float, int]] = []
         self._unsettled: dict[int, Answer] = {}
 
@@ -197,5 +205,5 @@ class _Clients:
                 continue
             item = self._follow_up(index, completion, ended_s)
             if item is not None:
-                self.ask(item)
+                self.ask(item, self._predict(item))
         return ended

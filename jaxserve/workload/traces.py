@@ -7,6 +7,7 @@ else does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -37,11 +38,13 @@ class Trace:
       format: what its reader is called.
       requests: in order of arrival; the first arrives at 0. They have at least one prompt token.
       num_empty: requests left out because they have no prompt token: failures of BurstGPT.
+      num_too_long: requests left out because they are longer than the context.
     """
 
     format: str
     requests: tuple[TraceRequest, ...]
     num_empty: int = 0
+    num_too_long: int = 0
 
     @property
     def has_times(self) -> bool:
@@ -52,33 +55,19 @@ class Trace:
         """Requests with 0 output tokens, whose replay computes the prompt and one token."""
         return sum(request.num_output_tokens == 0 for request in self.requests)
 
-    def slices(self, num: int) -> list[Trace]:
-        """Cut the trace into `num` consecutive parts of the same number of requests.
-
-        The remainder is left out. `num_empty` is that of the whole trace.
+    def part(self, index: int, num: int) -> Trace:
+        """Return the `num` requests after `index` times as many; the first arrives at 0.
 
         Raises:
-          InvalidConfigError: it has fewer than `num` requests.
+          InvalidConfigError: the trace has fewer.
         """
-        size = len(self.requests) // num
-        if not size:
+        found = self.requests[index * num : (index + 1) * num]
+        if len(found) < num or num < 1:
             raise InvalidConfigError(
-                f"{len(self.requests)} requests cannot be cut into {num} parts; pass a longer "
-                "trace, or fewer parts"
+                f"{len(self.requests)} requests have no part {index} of {num}; pass a longer "
+                "trace, or smaller parts"
             )
-        return [
-            replace(self, requests=_from_zero(self.requests[i * size : (i + 1) * size]))
-            for i in range(num)
-        ]
-
-    def within(self, max_tokens: int) -> Trace:
-        """Return the requests whose prompt and answer have at most `max_tokens` tokens."""
-        kept = [
-            each
-            for each in self.requests
-            if each.num_prompt_tokens + max(1, each.num_output_tokens) <= max_tokens
-        ]
-        return replace(self, requests=_from_zero(kept))
+        return replace(self, requests=_from_zero(found))
 
     def at_load(self, load: float) -> Trace:
         """Return the requests with all times divided by `load`; bursts keep their form."""
@@ -107,6 +96,7 @@ def read_trace(
     *,
     num: int | None = None,
     start_s: float = 0.0,
+    max_context: int | None = None,
     tokenizer: Callable[[], sharegpt.TextEncoder] = _no_tokenizer,
     seed: int = 0,
     progress: bool = True,
@@ -115,8 +105,9 @@ def read_trace(
 
     Args:
       path: a file, or a folder of ServeGen's clients.
-      num: most requests to read; None for all.
+      num: most requests to return; None for all.
       start_s: seconds after the trace's first request at which the part begins.
+      max_context: requests with more tokens, prompt and answer, are left out.
       tokenizer: makes the tokenizer for traces with texts; not called for others.
       seed: of what ServeGen's clients draw.
 
@@ -126,21 +117,22 @@ def read_trace(
     """
     path = Path(path)
     reader = reader_of(path)
-    empty: list[TraceRequest] = []
+    left_out: Counter[str] = Counter()
     try:
         read = reader.read(path, ReadOptions(tokenizer=tokenizer, seed=seed))
         bar = tqdm(read, desc="reading", unit="request", delay=2, leave=False, disable=not progress)
         with bar:
-            found = list(islice(_with_prompts(_from(bar, start_s), empty), num))
+            found = list(islice(_fitting(_from(bar, start_s), max_context, left_out), num))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfigError(
             f"the trace {path} cannot be read: {error}; pass another file"
         ) from error
     if not found:
         raise InvalidConfigError(
-            f"the trace {path} has no request from second {start_s:g} on; pass an earlier start"
+            f"the trace {path} has no request from second {start_s:g} on that fits "
+            f"({left_out.total()} do not); pass an earlier start, or more context"
         )
-    return Trace(reader.name, _from_zero(found), len(empty))
+    return Trace(reader.name, _from_zero(found), left_out["empty"], left_out["too long"])
 
 
 def _from(requests: Iterable[TraceRequest], start_s: float) -> Iterator[TraceRequest]:
@@ -153,14 +145,18 @@ def _from(requests: Iterable[TraceRequest], start_s: float) -> Iterator[TraceReq
         yield request
 
 
-def _with_prompts(
-    requests: Iterable[TraceRequest], empty: list[TraceRequest]
+def _fitting(
+    requests: Iterable[TraceRequest], max_context: int | None, left_out: Counter[str]
 ) -> Iterator[TraceRequest]:
+    """Yield the requests that can be served, and count the others."""
     for request in requests:
-        if request.num_prompt_tokens:
-            yield request
+        length = request.num_prompt_tokens + max(1, request.num_output_tokens)
+        if not request.num_prompt_tokens:
+            left_out["empty"] += 1
+        elif max_context is not None and length > max_context:
+            left_out["too long"] += 1
         else:
-            empty.append(request)
+            yield request
 
 
 def _from_zero(requests: Seq[TraceRequest]) -> tuple[TraceRequest, ...]:
@@ -251,8 +247,8 @@ class Replay:
         return (pair * (num_tokens // 2 + 1))[:num_tokens]
 
 
-def length_shares(traces: Iterable[Trace]) -> np.ndarray:
+def length_shares(trace: Trace) -> np.ndarray:
     """Return the shares of answers of 1, 2, ... tokens, with a small share of each length."""
-    lengths = [max(1, r.num_output_tokens) for trace in traces for r in trace.requests]
+    lengths = [max(1, request.num_output_tokens) for request in trace.requests]
     counts = np.bincount(lengths)[1:] + 1.0 / len(lengths)
     return counts / counts.sum()

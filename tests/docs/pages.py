@@ -155,9 +155,11 @@ def _parse_by_typer(words: list[str]) -> None:
     from typer.main import get_command
 
     from jaxserve.cli import app
+    from jaxserve.cli.arena import ArenaGroup
 
     command: Any = get_command(app)
     while hasattr(command, "commands"):
+        words = command.completed(words) if isinstance(command, ArenaGroup) else words
         assert words and words[0] in command.commands, words
         command = command.commands[words[0]]
         words = words[1:]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
@@ -16,6 +15,7 @@ from jaxserve.execution.step_cost import FlatCost, StepWork
 from jaxserve.planning import GroupCosts, GroupTimes, Origin, measure_groups
 from jaxserve.planning.profiler import measure_beside
 from jaxserve.planning.schedules import DeviceRoofs
+from jaxserve.planning.step_roofline import ModelShape, RooflineCost
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from tests.planning.step_times import made_up
 

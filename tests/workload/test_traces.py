@@ -178,21 +178,28 @@ def test_a_turn_follows_the_answer_before_it(tmp_path):
     assert replay.follow_up(1, _answered((1,), 1), 1.0) is None
 
 
-def test_slices_keep_gaps_and_load_scales_them(tmp_path):
+def test_parts_keep_gaps_and_load_scales_them(tmp_path):
     """Parts follow each other, begin at 0, and keep their bursts; the load divides times."""
     lines = [{**MOONCAKE[0], "timestamp": 1000 * t} for t in (0, 1, 1, 7, 8, 20, 30)]
-    trace = read_trace(_file(tmp_path, _lines(lines)))
-    slices = trace.slices(2)
-    assert [[each.arrival_s for each in part.requests] for part in slices] == [
+    path = _file(tmp_path, _lines(lines))
+    trace = read_trace(path)
+    assert [[each.arrival_s for each in trace.part(i, 3).requests] for i in (0, 1)] == [
         [0.0, 1.0, 1.0],
         [0.0, 1.0, 13.0],
     ]
-    assert [each.arrival_s for each in slices[1].at_load(2.0).requests] == [0.0, 0.5, 6.5]
-    assert len(trace.within(1104).requests) == 0 and len(trace.within(1105).requests) == 7
-    late = read_trace(_file(tmp_path, _lines(lines)), start_s=8, num=2)
+    assert [each.arrival_s for each in trace.part(1, 3).at_load(2.0).requests] == [0.0, 0.5, 6.5]
+    with pytest.raises(InvalidConfigError, match="7 requests have no part 2 of 3"):
+        trace.part(2, 3)
+    late = read_trace(path, start_s=8, num=2)
     assert [each.arrival_s for each in late.requests] == [0.0, 12.0]
-    with pytest.raises(InvalidConfigError, match="7 requests cannot be cut into 8 parts"):
-        trace.slices(8)
+
+
+def test_requests_beyond_the_context_are_counted(tmp_path):
+    """A request fits with its prompt and answer; one without an answer takes one token."""
+    trace = read_trace(_file(tmp_path, _lines(MOONCAKE)), max_context=1105)
+    assert (_shape(trace), trace.num_too_long) == ([(0.0, 1100, 5), (0.5, 512, 0)], 1)
+    with pytest.raises(InvalidConfigError, match=r"that fits \(3 do not\)"):
+        read_trace(_file(tmp_path, _lines(MOONCAKE)), max_context=512)
 
 
 def _servegen(folder: Path) -> Path:

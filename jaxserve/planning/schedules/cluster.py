@@ -154,8 +154,9 @@ def _gpt3(num_layers: int, hidden_size: int) -> TransformerShape:
     )
 
 
-# Table 1. T5's other widths are those of its 11B checkpoint: 128 heads of 128, and a feed-forward
-# width of 65,536; its 48 layers are 24 encoder and 24 decoder layers.
+# Table 1, and Llama 3 8B by its published configuration. T5's other widths are those of its 11B
+# checkpoint: 128 heads of 128, and a feed-forward width of 65,536; its 48 layers are 24 encoder and
+# 24 decoder layers.
 MODELS = {
     "T5-11B": TransformerShape.encoder_decoder(
         num_layers=24, hidden_size=1024, attention_width=16384, ffn_size=65536, vocab_size=32128
@@ -165,6 +166,14 @@ MODELS = {
     "GPT3-101B": _gpt3(80, 10240),
     "GPT3-175B": _gpt3(96, 12288),
     "GPT3-341B": _gpt3(120, 15360),
+    "Llama-3-8B": TransformerShape.decoder_only(
+        num_layers=32,
+        hidden_size=4096,
+        vocab_size=128256,
+        ffn_size=14336,
+        group_size=4,
+        num_ffn_matrices=3,
+    ),
 }
 
 

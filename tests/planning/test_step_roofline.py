@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.common.step_roofline import ModelShape, RooflineCost
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules import DeviceRoofs
+from jaxserve.planning.step_roofline import ModelShape, RooflineCost
 from jaxserve.scheduling.plan import Row
 from tests.planning.step_times import plan
 

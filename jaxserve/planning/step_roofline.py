@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.planning.schedules import DeviceRoofs
+from jaxserve.planning.schedules import DeviceRoofs, TransformerShape
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
 
@@ -38,6 +38,18 @@ class ModelShape:
     hidden_size: int
     bytes_each: int = 2
     group_size: int = 1
+
+    @classmethod
+    def of(cls, shape: TransformerShape) -> Self:
+        """Return the sizes of a decoder-only model, with its embedding counted once."""
+        layer = shape.decode_layer
+        return cls(
+            num_params=shape.num_params,
+            num_layers=shape.num_decode_layers,
+            hidden_size=layer.attention_width,
+            bytes_each=shape.bytes_each,
+            group_size=layer.attention_width // layer.kv_width,
+        )
 
     @property
     def weights_bytes(self) -> float:

@@ -1,0 +1,725 @@
+"""`jaxserve arena`: policies compared on a trace, and what a late request waited for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, final
+
+import typer
+from typer.core import TyperGroup
+
+from jaxserve.cli import options as opt
+from jaxserve.core.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxserve.planning.arena import ArenaResult, ArenaResults, ArenaRun
+    from jaxserve.planning.blame import Span
+    from jaxserve.scheduling.policy import Policy
+    from jaxserve.workload.traces import Trace
+
+_TRACE, _POLICIES, _DEVICE, _RESULTS = "Trace", "Policies", "Simulated device", "Results"
+_RESULTS_FILE = Path("arena.jsonl")
+# Spans of a smaller share of a request's latency are summed up in the table of its times.
+_LEAST_SHARE = 0.02
+
+
+class ArenaGroup(TyperGroup):
+    """The commands, of which `run` needs no name: `jaxserve arena --trace FILE`."""
+
+    def completed(self, words: Sequence[str]) -> list[str]:
+        """Return the words of a command line with the name of its command."""
+        return [*words] if words and words[0] in self.commands else ["run", *words]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.completed(args))
+
+
+arena_app = typer.Typer(cls=ArenaGroup, help="Compare scheduling policies on a trace, simulated.")
+
+
+def _option(panel: str, *names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+Results = Annotated[
+    Path,
+    _option(
+        _RESULTS,
+        "--results",
+        "-o",
+        text="File of results as JSON lines. Runs that it has are not simulated again.",
+    ),
+]
+Tokenizer = Annotated[
+    str,
+    _option(
+        _TRACE,
+        "--tokenizer",
+        text="Counts the tokens of traces with texts: a model's name or folder.",
+    ),
+]
+
+
+@arena_app.command("run")
+def run(
+    policy_file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A Python file that defines a Policy, which is compared with the presets.",
+            show_default=False,
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        _option(
+            _TRACE,
+            "--trace",
+            "-t",
+            text="A trace as it is downloaded: Azure LLM 2023 or 2024, BurstGPT, Mooncake, a "
+            "folder of ServeGen's clients, vLLM's benchmark files, ShareGPT, or one of --record.",
+            show_default=False,
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int, _option(_TRACE, "--num-requests", text="Requests of each run.")
+    ] = 200,
+    start: Annotated[
+        float, _option(_TRACE, "--start", text="Seconds of the trace before the first request.")
+    ] = 0.0,
+    seeds: Annotated[
+        int,
+        _option(
+            _TRACE,
+            "--seeds",
+            text="Runs of each policy, each on the part of the trace after the one before it.",
+        ),
+    ] = 3,
+    load: Annotated[
+        str,
+        _option(_TRACE, "--load", text="Loads: the trace's times are divided by each, e.g. 1,2,4."),
+    ] = "1",
+    rate: Annotated[
+        float | None,
+        _option(
+            _TRACE,
+            "--rate",
+            text="Requests a second at load 1, as Poisson arrivals. [default: the trace's times; "
+            "all at once if it has none]",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        _option(
+            _TRACE,
+            "--max-tokens",
+            text="Limit of every answer, which policies know. [default: the longest answer]",
+        ),
+    ] = None,
+    tokenizer: Tokenizer = opt.DEFAULT_MODEL,
+    policies: Annotated[
+        str | None,
+        _option(
+            _POLICIES,
+            "--policies",
+            text="Presets, separated by commas. [default: all with a schedule of their own]",
+        ),
+    ] = None,
+    prediction_error: Annotated[
+        str,
+        _option(
+            _POLICIES,
+            "--prediction-error",
+            text="Standard deviation of the logarithm of predicted lengths; none for no "
+            "predictions, inf for the lengths' distribution alone.",
+        ),
+    ] = "0.7",
+    model: Annotated[
+        str,
+        _option(_DEVICE, "--model", "-m", text="Llama-3-8B, OPT-13B or GPT3-39B, by its sizes."),
+    ] = "Llama-3-8B",
+    device: Annotated[
+        str, _option(_DEVICE, "--device", text="A40, A100, H100 or H200, by its roofline.")
+    ] = "A100",
+    kv_memory: Annotated[
+        str | None,
+        _option(
+            _DEVICE,
+            "--kv-memory",
+            text="Sizes of the KV pool, e.g. 4GiB,16GiB; the host has as much again. [default: "
+            "what the weights leave]",
+        ),
+    ] = None,
+    max_slots: Annotated[
+        int, _option(_DEVICE, "--max-slots", text="Most sequences that run at once.")
+    ] = 256,
+    goodput: Annotated[
+        str,
+        _option(
+            _RESULTS,
+            "--goodput",
+            text="Bounds in milliseconds of ttft, tpot and e2el; the goodput is the answers within "
+            "all.",
+        ),
+    ] = "ttft:1000,tpot:100",
+    results: Results = _RESULTS_FILE,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Simulate policies on a trace with the real scheduler, and compare them in one table.
+
+    `jaxserve arena my_policy.py --trace FILE` compares a policy of yours with the presets, and
+    `jaxserve arena why REQUEST` says what a request waited for. Ctrl-C prints what has been
+    simulated; the next call goes on from there.
+    """
+    with opt.exit_codes():
+        from jaxserve.planning.arena import ArenaResults
+
+        if trace is None:
+            raise InvalidConfigError("--trace is missing; pass a trace's file")
+        bounds_s = opt.goodput_bounds_s([goodput])
+        for name, value, least in (("num-requests", num_requests, 1), ("seeds", seeds, 1)):
+            if value < least:
+                raise InvalidConfigError(f"--{name} {value} is not allowed; pass at least {least}")
+        if rate is not None and not 0 < rate < math.inf:
+            raise InvalidConfigError(f"--rate {rate:g} is not allowed; pass more than 0")
+        contenders = _contenders(policies, policy_file)
+        kept = ArenaResults(results)
+        plan = _Plan.of(
+            trace,
+            seeds,
+            tokenizer=tokenizer,
+            loads=_numbers("--load", load),
+            pools=None if kv_memory is None else kv_memory.split(","),
+            progress=not quiet,
+            num_requests=num_requests,
+            start_s=start,
+            arrivals=None if rate is None else f"poisson:{rate:g}",
+            max_tokens=max_tokens,
+            prediction_error=_prediction_error(prediction_error),
+            model=model,
+            device=device,
+            max_slots=max_slots,
+        )
+        cells = plan.cells(contenders)
+        is_interrupted = not _simulate(plan, cells, kept, progress=not quiet)
+        rows = _rows(plan, cells, kept, bounds_s)
+        if as_json:
+            typer.echo(json.dumps({"trace": plan.described, "rows": rows}))
+        else:
+            opt.show_wide(_table(plan, rows, bounds_s), 140)
+        failed = {(row["policy"], error) for row in rows for error in row["errors"]}
+        for name, error in sorted(failed):
+            typer.echo(f"{name} failed: {error}", err=True)
+        if is_interrupted:
+            typer.echo(f"interrupted; the same command goes on from {results}", err=True)
+            raise typer.Exit(opt.EXIT_INTERRUPTED)
+        if failed:
+            raise typer.Exit(opt.EXIT_FAILED)
+
+
+@arena_app.command("why")
+def why(
+    request: Annotated[
+        str, typer.Argument(help="The request's place in its run, from 0, or slowest.")
+    ],
+    policy: Annotated[
+        str | None,
+        _option(_POLICIES, "--policy", text="Policy of the run. [default: the last run's]"),
+    ] = None,
+    load: Annotated[float | None, _option(_TRACE, "--load", text="Load of the run.")] = None,
+    kv_memory: Annotated[
+        str | None, _option(_DEVICE, "--kv-memory", text="KV pool of the run.")
+    ] = None,
+    seed: Annotated[int | None, _option(_TRACE, "--seed", text="Seed of the run, from 0.")] = None,
+    results: Results = _RESULTS_FILE,
+    tokenizer: Tokenizer = opt.DEFAULT_MODEL,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Say what a request of a run waited for, step by step, and what other policies gave it.
+
+    The run is the last one in the file of results that the options do not exclude. It is simulated
+    again, with an eye on the request.
+    """
+    with opt.exit_codes():
+        from jaxserve.core.sizes import parse_bytes
+        from jaxserve.planning.arena import ArenaResults, digest_of, parts_of, play
+        from jaxserve.planning.blame import Blame
+
+        if not results.exists():
+            raise InvalidConfigError(
+                f"{results} does not exist; run jaxserve arena, or pass --results"
+            )
+        kept = ArenaResults(results)
+        pool = None if kv_memory is None else parse_bytes(kv_memory)
+        wanted = {"policy": policy, "load": load, "kv_memory": pool, "seed": seed}
+        chosen = _chosen(kept, wanted)
+        result = kept.get(chosen)
+        assert result is not None
+        number = _request(request, result)
+        file = None if chosen.policy_file is None else Path(chosen.policy_file)
+        own = next(
+            each
+            for each, _ in _contenders(None if file else chosen.policy, file)
+            if each.name == chosen.policy
+        )
+        if digest_of(own, file) != chosen.digest:
+            raise InvalidConfigError(
+                f"the policy {chosen.policy} has changed since its run; run jaxserve arena again"
+            )
+        _, parts = parts_of(chosen, chosen.seed + 1, _counter(tokenizer))
+        part = parts[chosen.seed]
+        served = next(each for each in result.requests if each.number == number)
+        blame = Blame(served.index)
+        play(chosen, part, own, pilot=blame)
+        others = {
+            other.policy: next(each for each in found.requests if each.number == number)
+            for other in kept.runs()
+            if replace(
+                other,
+                policy=chosen.policy,
+                policy_file=chosen.policy_file,
+                digest=chosen.digest,
+            )
+            == chosen
+            and (found := kept.get(other))
+            and not found.error
+        }
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "run": vars(chosen),
+                    "request": served._asdict(),
+                    "spans": [vars(span) for span in blame.spans],
+                    "others": {name: each._asdict() for name, each in others.items()},
+                }
+            )
+        )
+        return
+    typer.echo(
+        f"request {number} under {chosen.policy}, load {chosen.load:g}, seed {chosen.seed}: "
+        f"{served.num_prompt_tokens:,} prompt tokens, {served.num_output_tokens:,} of the answer, "
+        f"{served.latency_s:.3f} s from its arrival at {served.arrival_s:.3f} s"
+    )
+    opt.show_wide(_table_of_causes(blame.spans))
+    opt.show_wide(_table_of_spans(blame.spans, served.arrival_s))
+    opt.show_wide(_table_of_others(others, chosen.policy))
+
+
+def _contenders(names: str | None, file: Path | None) -> list[tuple[Policy, Path | None]]:
+    """Return the policies, each with its file; the user's first."""
+    from jaxserve.planning.arena import default_policies, policies_in
+    from jaxserve.scheduling.presets import get_policy
+
+    own = [] if file is None else policies_in(file)
+    presets = default_policies() if names is None else [get_policy(n) for n in names.split(",")]
+    for policy in (*own, *presets):
+        if policy.num_device_groups > 1:
+            raise InvalidConfigError(
+                f"the policy {policy.name!r} has {policy.num_device_groups} device groups, and the "
+                "arena simulates one; pass another"
+            )
+    return [*((policy, file) for policy in own), *((policy, None) for policy in presets)]
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each < math.inf for each in found):
+        raise InvalidConfigError(f"{name} {text!r} is not allowed; pass numbers above 0, e.g. 1,2")
+    return found
+
+
+def _prediction_error(text: str) -> float | None:
+    try:
+        error = None if text == "none" else float(text)
+    except ValueError:
+        error = -1.0
+    if error is not None and not error > 0:
+        raise InvalidConfigError(
+            f"--prediction-error {text!r} is not allowed; pass a number above 0, inf or none"
+        )
+    return error
+
+
+def _counter(name: str) -> Callable[[], Any]:
+    def load() -> Any:
+        from jaxserve.models.store import load_tokenizer
+
+        tokenizer = load_tokenizer(name)
+        if tokenizer is None:
+            raise InvalidConfigError(f"{name} has no tokenizer; pass --tokenizer")
+        return tokenizer
+
+    return load
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is to be simulated: `base` with every load, pool, seed and policy."""
+
+    base: ArenaRun
+    trace: Trace
+    parts: list[Trace]
+    loads: list[float]
+    pools: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        seeds: int,
+        *,
+        tokenizer: str,
+        loads: list[float],
+        pools: list[str] | None,
+        progress: bool,
+        arrivals: str | None,
+        max_tokens: int | None,
+        model: str,
+        device: str,
+        **settings: Any,
+    ) -> _Plan:
+        from jaxserve import __version__
+        from jaxserve.core.sizes import parse_bytes
+        from jaxserve.planning.arena import ArenaRun, cost_of, free_memory, parts_of
+
+        cost = cost_of(model, device)
+        sizes = [free_memory(cost, device)] if pools is None else [parse_bytes(p) for p in pools]
+        context = int(min(sizes) // cost.page_bytes) * cost.page_tokens
+        base = ArenaRun(
+            version=__version__,
+            trace=str(path),
+            trace_bytes=path.stat().st_size if path.is_file() else 0,
+            max_tokens=0,
+            max_context=context,
+            arrivals=arrivals,
+            model=model,
+            device=device,
+            kv_memory=0,
+            load=0.0,
+            seed=0,
+            policy="",
+            policy_file=None,
+            digest="",
+            **settings,
+        )
+        trace, parts = parts_of(base, seeds, _counter(tokenizer), progress=progress)
+        if arrivals is None and not trace.has_times:
+            arrivals = "all"
+        longest = max(each.num_output_tokens for part in parts for each in part.requests)
+        base = replace(
+            base,
+            num_requests=len(parts[0].requests),
+            arrivals=arrivals,
+            max_tokens=max(1, longest if max_tokens is None else max_tokens),
+        )
+        return cls(base=base, trace=trace, parts=parts, loads=loads, pools=sizes)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {
+            "file": self.base.trace,
+            "format": self.trace.format,
+            "requests_a_run": self.base.num_requests,
+            "num_empty": self.trace.num_empty,
+            "num_too_long": self.trace.num_too_long,
+            "num_without_answer": self.trace.num_without_answer,
+        }
+
+    def tenants(self, seed: int) -> dict[int, str]:
+        return {i: each.tenant for i, each in enumerate(self.parts[seed].requests)}
+
+    def cells(
+        self, contenders: Sequence[tuple[Policy, Path | None]]
+    ) -> dict[tuple[str, float, int], list[tuple[ArenaRun, Policy]]]:
+        """Return the runs of all seeds by policy, load and pool."""
+        from jaxserve.planning.arena import digest_of
+
+        return {
+            (policy.name, load, pool): [
+                (
+                    replace(
+                        self.base,
+                        load=load,
+                        kv_memory=pool,
+                        seed=seed,
+                        policy=policy.name,
+                        policy_file=None if file is None else str(file),
+                        digest=digest_of(policy, file),
+                    ),
+                    policy,
+                )
+                for seed in range(len(self.parts))
+            ]
+            for load in self.loads
+            for pool in self.pools
+            for policy, file in contenders
+        }
+
+
+def _rows(
+    plan: _Plan,
+    cells: dict[Any, list[tuple[ArenaRun, Policy]]],
+    kept: ArenaResults,
+    bounds_s: dict[str, float],
+) -> list[dict[str, Any]]:
+    """Return the figures of each policy, load and pool over the parts that were simulated."""
+    from jaxserve.planning.arena import figures_over, interval
+
+    found = {
+        key: {
+            seed: result
+            for seed, (each, _) in enumerate(runs)
+            if (result := kept.get(each)) is not None
+        }
+        for key, runs in cells.items()
+    }
+    figures = {
+        key: {
+            seed: result.figures(plan.tenants(seed), bounds_s)
+            for seed, result in results.items()
+            if not result.error
+        }
+        for key, results in found.items()
+    }
+    rows = []
+    for (name, load, pool), own in figures.items():
+        results = found[name, load, pool]
+        if not results:
+            continue
+        base = figures.get((_BASELINE, load, pool), {})
+        ratios = [
+            own[seed]["latency_s"]["p99"] / base[seed]["latency_s"]["p99"]
+            for seed in sorted(own.keys() & base.keys())
+        ]
+        rows.append(
+            {
+                "policy": name,
+                "load": load,
+                "kv_memory": pool,
+                "num_seeds": len(own),
+                "errors": sorted({each.error for each in results.values() if each.error}),
+                **{column: figures_over(own.values(), *keys) for column, keys in _COLUMNS.items()},
+                _RATIO: interval(ratios) if ratios else None,
+            }
+        )
+    return rows
+
+
+def _simulate(
+    plan: _Plan,
+    cells: dict[Any, list[tuple[ArenaRun, Policy]]],
+    kept: ArenaResults,
+    *,
+    progress: bool,
+) -> bool:
+    """Simulate the runs that the results do not have; return False if Ctrl-C ended this early."""
+    from tqdm import tqdm
+
+    from jaxserve.planning.arena import play
+
+    missing = [each for runs in cells.values() for each in runs if kept.get(each[0]) is None]
+    total = len(missing) * plan.base.num_requests
+    with tqdm(total=total, unit="req", delay=2, leave=False, disable=not progress) as bar:
+        try:
+            for done, (each, policy) in enumerate(missing):
+                bar.set_description(policy.name)
+                kept.add(each, play(each, plan.parts[each.seed], policy, on_ended=bar.update))
+                bar.update((done + 1) * plan.base.num_requests - bar.n)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+# Column -> keys of its figure.
+_COLUMNS = {
+    "tokens/s": ("output_tokens_per_s",),
+    "latency p50": ("latency_s", "p50"),
+    "p90": ("latency_s", "p90"),
+    "p99": ("latency_s", "p99"),
+    "1st token p50": ("time_to_first_token_s", "p50"),
+    "1st token p99": ("time_to_first_token_s", "p99"),
+    "a token p50": ("time_per_output_token_s", "p50"),
+    "a token p99": ("time_per_output_token_s", "p99"),
+    "goodput": ("goodput", "share"),
+    "fairness": ("fairness",),
+    "preempted": ("num_preemptions",),
+    "cache hits": ("hit_share",),
+}
+# The policy whose p99 of the latency is the unit of a column, part by part.
+_BASELINE = "vllm_like"
+_RATIO = f"p99 / {_BASELINE}"
+# Those that the table has no room for.
+_ONLY_IN_JSON = ("1st token p50", "a token p50", "preempted", "cache hits")
+
+
+def _table(plan: _Plan, rows: Sequence[dict[str, Any]], bounds_s: dict[str, float]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from jaxserve.core.sizes import format_bytes
+
+    base, trace = plan.base, plan.trace
+    left_out = [
+        f"{number:,} {why}"
+        for number, why in (
+            (trace.num_empty, "without a prompt left out"),
+            (trace.num_too_long, "too long for the pool left out"),
+            (trace.num_without_answer, "without an answer get one token"),
+        )
+        if number
+    ]
+    bounds = ", ".join(f"{name} {1000 * s:g} ms" for name, s in bounds_s.items())
+    seeds = len(plan.parts)
+    table = Table(
+        title=f"{base.trace} ({trace.format}), {base.num_requests} requests in each of {seeds} "
+        f"part{'s' * (seeds > 1)}; {base.model} on {base.device}, simulated; goodput within "
+        f"{bounds}" + "".join(f"; {each}" for each in left_out),
+        title_justify="left",
+        caption="seconds; ± half the width of a 95 % interval over the parts"
+        if seeds > 1
+        else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("policy", no_wrap=True)
+    has_load, has_pool = len(plan.loads) > 1, len(plan.pools) > 1
+    for name, is_shown in (("load", has_load), ("KV", has_pool)):
+        if is_shown:
+            table.add_column(name, justify="right", no_wrap=True)
+    shown = [name for name in _COLUMNS if name not in _ONLY_IN_JSON]
+    if any(row[_RATIO] for row in rows):
+        shown.insert(1 + shown.index("p99"), _RATIO)
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    before = None
+    for row in rows:
+        place = row["load"], row["kv_memory"]
+        if before not in (None, place):
+            table.add_section()
+        before = place
+        table.add_row(
+            row["policy"],
+            *([f"{row['load']:g}"] if has_load else []),
+            *([format_bytes(row["kv_memory"])] if has_pool else []),
+            *(_shown(row[name]) for name in shown),
+        )
+    return table
+
+
+def _shown(figure: tuple[float, float | None] | None) -> str:
+    """Return a mean with three digits, and its half width with as many places."""
+    if figure is None:
+        return "-"
+    mean, half = figure
+    places = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0
+    places = min(places, 4)
+    return f"{mean:,.{places}f}" + ("" if half is None else f" ±{half:,.{places}f}")
+
+
+def _chosen(kept: ArenaResults, wanted: dict[str, Any]) -> ArenaRun:
+    given = {name: value for name, value in wanted.items() if value is not None}
+    found = [
+        run
+        for run in kept.runs()
+        if all(getattr(run, name) == value for name, value in given.items())
+    ]
+    if not found:
+        raise InvalidConfigError(
+            f"{kept.path} has no run with {given}; its policies are "
+            f"{', '.join(dict.fromkeys(run.policy for run in kept.runs())) or 'none'}"
+        )
+    return found[-1]
+
+
+def _request(text: str, result: ArenaResult) -> int:
+    """Return the number of a request by its text."""
+    if result.error:
+        raise InvalidConfigError(f"this run failed: {result.error}; pass another policy or seed")
+    if text == "slowest":
+        return max(result.requests, key=lambda each: each.latency_s).number
+    numbers = {str(each.number): each.number for each in result.requests}
+    if text not in numbers:
+        raise InvalidConfigError(
+            f"request {text!r} is not in the run; pass slowest, or 0 to {len(numbers) - 1}"
+        )
+    return numbers[text]
+
+
+def _simple(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        is_text = name in ("what", "at first", "policy")
+        table.add_column(name, justify="left" if is_text else "right")
+    return table
+
+
+def _table_of_causes(spans: Sequence[Span]) -> Table:
+    table = _simple("what", "seconds", "share", "steps")
+    whole_s = sum(span.seconds for span in spans)
+    causes = dict.fromkeys(span.cause for span in spans)
+    of_cause = {cause: [span for span in spans if span.cause == cause] for cause in causes}
+    for cause, own in sorted(of_cause.items(), key=lambda each: -sum(s.seconds for s in each[1])):
+        seconds = sum(span.seconds for span in own)
+        num_steps = sum(span.num_steps for span in own)
+        table.add_row(cause, f"{seconds:.3f}", f"{seconds / whole_s:.0%}", str(num_steps))
+    return table
+
+
+def _table_of_spans(spans: Sequence[Span], arrival_s: float) -> Table:
+    """Return the times of a request in order; neighbours that are short are one row."""
+    table = _simple("from", "to", "what", "at first", "steps")
+    least_s = _LEAST_SHARE * sum(span.seconds for span in spans)
+    for row in _joined(spans, least_s):
+        causes = dict.fromkeys(span.cause for span in row)
+        table.add_row(
+            f"{max(0.0, row[0].start_s - arrival_s):.3f}",
+            f"{row[-1].end_s - arrival_s:.3f}",
+            ", ".join(causes),
+            row[-1].detail if len(row) == 1 else "",
+            str(sum(span.num_steps for span in row)),
+        )
+    return table
+
+
+def _joined(spans: Sequence[Span], least_s: float) -> Iterator[list[Span]]:
+    short: list[Span] = []
+    for span in spans:
+        if span.seconds < least_s:
+            short.append(span)
+            continue
+        if short:
+            yield short
+            short = []
+        yield [span]
+    if short:
+        yield short
+
+
+def _table_of_others(others: dict[str, Any], own: str) -> Table:
+    table = _simple("policy", "admitted", "first token", "end", "preempted")
+    for name, each in sorted(others.items(), key=lambda pair: pair[1].latency_s):
+        table.add_row(
+            f"{name} (this run)" if name == own else name,
+            *(
+                f"{at - each.arrival_s:.3f}"
+                for at in (each.admitted_s, each.first_token_s, each.finished_s)
+            ),
+            str(each.num_preemptions),
+        )
+    return table
