@@ -27,6 +27,7 @@ GIGACHAT       a message of the role "function call", JSON of name and        Gi
                arguments
 QWEN3_CODER    <function=name>, <parameter=key>, value, ... in <tool_call>    Qwen3-Coder, Qwen3.5
 SEED           the same in <seed:tool_call>, values without line breaks       Seed-OSS
+FUNCTIONARY    <function=name>, JSON of the arguments, </function>            functionary 3.1
 GLM            <tool_call>name, <arg_key>, <arg_value>, ... </tool_call>      GLM 4.5 and later
 MINIMAX        <invoke name=...>, <parameter name=...>, value, ... in         MiniMax M2
                <minimax:tool_call>
@@ -283,6 +284,13 @@ SEED = ToolFormat(
     between=None,
     separator="\n",
 )
+FUNCTIONARY = ToolFormat(
+    NamedCall("", ">", "", JsonArguments()),
+    "<function=",
+    "</function>",
+    between=None,
+    separator="",
+)
 GLM = ToolFormat(
     NamedCall(
         "",
@@ -411,6 +419,7 @@ _MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|START_ACTION|>",), COMMAND),
     (("<arg_key>",), GLM),
     (("<tool_call>", "<function=", "<parameter="), QWEN3_CODER),
+    (("<function=", "</function>"), FUNCTIONARY),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<｜tool▁sep｜>", "```json"), DEEPSEEK_V3),

@@ -67,6 +67,7 @@ CALLS: list[tuple[ToolFormat, str]] = [
         "5\n</parameter>\n<parameter=force>\ntrue\n</parameter>\n<parameter=tags>\n"
         '["x"]\n</parameter>\n</function>\n</tool_call>',
     ),
+    (tool_calls.FUNCTIONARY, f"<function=save>{JSON}</function>"),
     (
         tool_calls.GLM,
         "<tool_call>save\n<arg_key>text</arg_key>\n<arg_value>a\n</b></arg_value>\n"

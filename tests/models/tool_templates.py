@@ -201,6 +201,12 @@ TEMPLATES: list[tuple[str, str, ToolFormat, str]] = [
         ),
     ),
     (
+        "functionary 3.1",
+        "llama.cpp e884d3d models/templates/meetkai-functionary-medium-v3.1.jinja",
+        tool_calls.FUNCTIONARY,
+        _template("<function={{ f.name }}>{{ f.arguments | tojson }}</function>"),
+    ),
+    (
         "GLM 4.5, 4.6",
         "llama.cpp afefa65 models/templates/GLM-4.6.jinja",
         tool_calls.GLM,
