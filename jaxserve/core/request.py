@@ -65,7 +65,8 @@ class Request:
       num_padding: padding tokens at their end, which no query attends to.
       grammar: the compiled `params.constraint`, for the engine; None without one.
       thinking: how the answer may think (`models.thinking.Thinking`); None if it is not read.
-      awaits_tokens: whether each of its tokens must be read before the next one is chosen.
+      awaits_tokens: whether each of its tokens must be read before the next one is chosen, as long
+        as something binds them (`Sequence.awaits_tokens`).
       has_bounds: whether `params` bound any of its latencies.
     """
 

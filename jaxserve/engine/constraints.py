@@ -28,6 +28,11 @@ class AnswerMatcher(Protocol):
     def is_complete(self) -> bool: ...
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing binds the answer's further tokens."""
+        ...
+
+    @property
     def error(self) -> JaxserveError | None: ...
 
     def follow(self, output: Seq[int]) -> None: ...
@@ -102,8 +107,8 @@ class Constraints:
             return plan
         rows, matchers = [], []
         for index, row in enumerate(plan.rows):
-            if row.samples and row.sequence_key in self._matched:
-                followed = self._matched[row.sequence_key]
+            followed = self._matched.get(row.sequence_key) if row.samples else None
+            if followed is not None and followed.sequence.awaits_tokens:
                 matcher = followed.matcher
                 matcher.follow(followed.sequence.output)  # its answer may have restarted
                 if not row.proposed:
@@ -123,7 +128,7 @@ class Constraints:
             followed = self._matched.get(each.sequence.key)
             if followed is None:
                 continue
-            if each.num_new:
+            if each.num_new and each.sequence.awaits_tokens:
                 num = proposed.get(each.sequence.key, 0)
                 if num:
                     self._scheduler.speculation.take_in_suggested(num, each.num_new - 1)
@@ -154,6 +159,8 @@ class Constraints:
             self._scheduler.stop_at(sequence, len(sequence.output), matcher.error)
         elif matcher.is_complete:
             self._scheduler.stop_at(sequence, len(sequence.output))
+        elif matcher.is_over and len(sequence.output) == num_known:  # the newest has no KV yet
+            self._scheduler.release(sequence)
         else:
             self._propose(followed)
 
@@ -179,7 +186,7 @@ class Constraints:
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
         if most < 1:  # with many sequences, or without speculation
             return 0
-        keys = [each.key for each in running if each.key in self._matched]
+        keys = [each.key for each in running if each.key in self._matched and each.awaits_tokens]
         share, num_left = divmod(most, len(keys))
         return share + (keys.index(sequence.key) < num_left)
 

@@ -36,6 +36,7 @@ class Matcher:
 
     def __init__(self, inner: Any, min_tokens: int = 0, end_token_ids: Sequence[int] = ()):
         self.inner = inner
+        self.is_over = False
         self.mask_s = 0.0
         self._num_tokens = 0
         self.num_before = 0  # tokens of the thinking before the answer, which `min_tokens` counts
@@ -229,6 +230,11 @@ class ThinkingMatcher:
     def is_complete(self) -> bool:
         is_bound = self._start is not None and self._grammar is not None
         return is_bound and self._grammar is not None and self._grammar.is_complete
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing binds the answer's further tokens: it had a budget, and has thought."""
+        return self._start is not None and self._grammar is None
 
     @property
     def error(self) -> GrammarFailedError | GrammarTooComplexError | AnswerTooShortError | None:

@@ -178,7 +178,7 @@ class StepBuilder(Protocol):
     def decoding(self) -> Seq[Sequence]:
         """Sequences that run in this step's group with only output to compute, in order.
 
-        One whose newest token has to be read first (`Request.awaits_tokens`) is not included.
+        One whose newest token has to be read first (`Sequence.awaits_tokens`) is not included.
         """
         ...
 

@@ -326,7 +326,7 @@ class Scheduler:
         """
         if sequence.phase not in (Phase.RUNNING, Phase.WAITING) or not tokens:
             return
-        assert sequence.request.awaits_tokens and not sequence.awaits_token
+        assert sequence.awaits_tokens and not sequence.awaits_token
         start = sequence.num_known
         for token in tokens:
             sequence.force(token)
@@ -336,6 +336,15 @@ class Scheduler:
             self._queues.waiting.replace(sequence)
         else:
             self._queues.extended(sequence, start)
+
+    def release(self, sequence: Sequence) -> None:
+        """Choose its further tokens without awaiting them; until its answer restarts.
+
+        Only for a sequence with a token that is not computed, and no other one.
+        """
+        assert not sequence.awaits_token
+        sequence.release()
+        self.speculation.forget(sequence.key)
 
     def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
         """Recompute a sequence, because its KV is no longer right; nothing may be in flight.

@@ -241,6 +241,7 @@ class Sequence:
       max_length: the most prompt and output tokens together.
       primary: the request's first sample, whose prompt pages this one shares; None for itself.
       slot: row of the device batch while it runs.
+      is_released: whether nothing binds its tokens any more, so that it does not await them.
       falls_short: whether a step has delivered fewer tokens than planned before the answer's end.
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
@@ -259,6 +260,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     num_planned_outputs: int = 0
     num_in_flight: int = 0
+    is_released: bool = False
     falls_short: bool = False
     num_preemptions: int = 0
     num_lost: int = 0
@@ -267,6 +269,11 @@ class Sequence:
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: FinishReason | None = None
     error: JaxserveError | None = None
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether each of its tokens must be read before the next one is chosen."""
+        return self.request.awaits_tokens and not self.is_released
 
     @property
     def prompt_length(self) -> int:
@@ -299,7 +306,7 @@ class Sequence:
             return False
         if self.num_uncomputed == 1:
             return True
-        return self.request.awaits_tokens and self.kv.num_computed >= self.prompt_length
+        return self.awaits_tokens and self.kv.num_computed >= self.prompt_length
 
     @property
     def is_planned(self) -> bool:
@@ -311,12 +318,12 @@ class Sequence:
     @property
     def awaits_token(self) -> bool:
         """Whether a token in flight must be read before its next step can be planned."""
-        return self.request.awaits_tokens and self.num_planned_outputs > len(self.output)
+        return self.awaits_tokens and self.num_planned_outputs > len(self.output)
 
     @property
     def may_grow(self) -> bool:
         """Whether a token may be planned: its pages are resident, and it is below its limit."""
-        if self.kv.awaits is not None or (self.request.awaits_tokens and self.awaits_token):
+        if self.kv.awaits is not None or self.awaits_token:
             return False
         return not self.falls_short or self.planned_length < self.max_length
 
@@ -324,7 +331,7 @@ class Sequence:
     def is_steady(self) -> bool:
         """Whether every step has given a running answer its planned tokens: it keeps decoding."""
         is_answer = self.slot is not None and self.num_planned_outputs > 0
-        return is_answer and not (self.falls_short or self.request.awaits_tokens)
+        return is_answer and not (self.falls_short or self.awaits_tokens)
 
     @property
     def num_known(self) -> int:
@@ -362,9 +369,7 @@ class Sequence:
             assert self.num_in_flight or not num_unread, "tokens are planned for ever"
             assert self.num_outputs_left >= 0, "more tokens are planned than it may have"
             is_one_step = num_unread <= 1 or self.num_in_flight <= 1
-            assert is_one_step or not self.request.awaits_tokens, (
-                "it runs ahead of tokens that it awaits"
-            )
+            assert is_one_step or not self.awaits_tokens, "it runs ahead of tokens that it awaits"
 
     # ---- changes ----
 
@@ -422,6 +427,9 @@ class Sequence:
         self.output += tokens
         self.scores.output += scores
 
+    def release(self) -> None:
+        self.is_released = True
+
     def force(self, token: int) -> None:
         """Append a token that is certain, and was not planned."""
         self.output.append(token)
@@ -435,7 +443,7 @@ class Sequence:
             self.finish_reason, self.error = reason, error
 
     def drop_output(self) -> None:
-        self.num_planned_outputs = 0
+        self.num_planned_outputs, self.is_released = 0, False
         self.output.clear()
         self.scores = SequenceScores()
         self.times.first_token_s = None

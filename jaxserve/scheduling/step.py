@@ -350,11 +350,11 @@ class Step:
         assert not self.sequences, "a decode loop is a step of its own"
         awaits = any(s.awaits_token for s in self._queues.running if s.kv.group == self._group)
         # Two steps with half of the sequences each take longer than one with all of them.
-        able = [s for s in self.decoding if not (awaits and s.request.awaits_tokens)]
+        able = [s for s in self.decoding if not (awaits and s.awaits_tokens)]
         decoding = self._with_room_to_decode(able)
         if not decoding:
             return 0
-        if any(sequence.request.awaits_tokens for sequence in decoding):
+        if any(sequence.awaits_tokens for sequence in decoding):
             self.add_decoding()
             return 1
         max_iterations = 1 if awaits or self._kv.restores_in(self.open_groups) else max_iterations
@@ -380,7 +380,7 @@ class Step:
         assert not self.sequences, "a decode loop is a step of its own"
         if sequence.slot is None or not sequence.may_grow:
             return False
-        if sequence.request.awaits_tokens:
+        if sequence.awaits_tokens:
             return self.add_row(sequence, min(sequence.num_uncomputed, self.num_tokens_left))
         if self._has_outgrown(sequence):
             self._preempt(sequence, has_outgrown=True)

@@ -157,6 +157,11 @@ class _Matcher:
     def __init__(self, seed: int):
         self._seed = seed
         self._output: list[int] = []
+        self._most = random.Random(f"{seed} binds").choice([None, None, 5])
+
+    @property
+    def is_over(self) -> bool:
+        return self._most is not None and len(self._output) >= self._most
 
     @property
     def error(self) -> GrammarTooComplexError | None:
@@ -166,6 +171,8 @@ class _Matcher:
         self._output = list(output)
 
     def forced(self) -> list[int]:
+        if self.is_over:
+            return []
         rng = random.Random(f"{self._seed} forced after {self._output}")
         return [rng.randrange(1, 50) for _ in range(rng.choice([0, 0, 0, 1, 2, 9]))]
 
@@ -204,7 +211,8 @@ class Trace:
       with_conversations: requests share prefixes, and some answers are followed by a next turn.
       probe: kind of its readings, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, sometimes none.
-      has_grammars: about half of the requests await their tokens, which sometimes force others.
+      has_grammars: about half of the requests await their tokens, which sometimes force others; a
+        third of these await only the first five.
       pooling: about half of the requests pool in this way; None for none.
       speculates: decode loops deliver tokens that were proposed.
       incoming_pages: see `EngineConfig`.

@@ -19,11 +19,13 @@ class AnyMatcher:
     is_complete = False
     error = None
 
-    def __init__(self, shares: list[int]):
+    def __init__(self, shares: list[int], most: int | None):
         self._shares = shares
+        self._most = most
+        self.is_over = False
 
     def follow(self, output: Sequence[int]) -> None:
-        pass
+        self.is_over = self._most is not None and len(output) >= self._most
 
     def forced(self) -> list[int]:
         return []
@@ -35,14 +37,17 @@ class AnyMatcher:
 
 
 class AnyText:
-    """See `constraints.GrammarSource`.
+    """See `constraints.GrammarSource`. Nothing binds an answer after its first `most` tokens.
 
     Attributes:
       shares: how many tokens matchers might have proposed, one number a call.
+      num_masks: how often masks were made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self.shares: list[int] = []
+        self.num_masks = 0
+        self._most = most
         self._matchers: weakref.WeakSet[AnyMatcher] = weakref.WeakSet()
 
     @property
@@ -51,11 +56,12 @@ class AnyText:
         return len(self._matchers)
 
     def matcher(self, request: Request) -> AnyMatcher:
-        matcher = AnyMatcher(self.shares)
+        matcher = AnyMatcher(self.shares, self._most)
         self._matchers.add(matcher)
         return matcher
 
     def masks(self, rows: tuple[int, ...], matchers: Sequence[AnyMatcher]) -> TokenMasks:
+        self.num_masks += 1
         words: Future[np.ndarray] = Future()
         words.set_result(np.full((len(rows), 1), 2**32 - 1, np.uint32))
         return TokenMasks(rows, words)

@@ -57,3 +57,27 @@ def test_cancelled_ones_do_not_stay():
     del sequence
     gc.collect()
     assert source.num_matchers <= 64
+
+
+def test_an_answer_that_nothing_binds_any_more_is_computed_in_loops():
+    """As after a budget of thinking; one that restarts is bound again, and read token by token."""
+    config = EngineConfig(
+        num_pages=40, page_size=4, max_slots=2, max_context=120, max_decode_iterations=8
+    )
+    clock, source = VirtualClock(), AnyText(most=5)
+    executor = SimulatedExecutor(config, clock, answer_length=lambda *_: 99)
+    engine = Engine(executor, PRESETS["vllm_like"], clock, grammars=source)
+    params = SamplingParams(max_tokens=45, max_thinking_tokens=5)
+    (sequence,) = engine.add(Request(id="a", prompt=(1, 2), params=params, arrival_s=0.0))
+    while len(sequence.output) < 20:
+        engine.step()
+    assert source.num_masks == 5 and not sequence.awaits_tokens
+    engine.drain()
+    engine.scheduler.restart(sequence, keeps_output=False)
+    assert sequence.awaits_tokens
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert (len(sequence.output), sequence.finish_reason) == (45, "length")
+    assert source.num_masks == 10 and num_steps < 20
