@@ -207,6 +207,8 @@ class SamplingParams:
         requests with a bound first; other policies refuse them with `UnheededBoundError`. A request
         that is expected to miss a bound is refused with `BoundNotMetError`, at its submission or
         while it waits (`docs/latency_bounds.md`).
+      tenant: for whom the answer is: policy "vtc" serves all tenants equally. A string that is not
+        empty, or None; a server takes it from the field `user`.
       adapter: name of a loaded adapter (`Runtime.load_adapter`); None for the weights without one.
       json_schema: the answer is JSON that validates: a mapping, or its JSON text, as which it is
         stored.
@@ -250,6 +252,7 @@ class SamplingParams:
     latency_bound: float | None = None
     first_token_bound: float | None = None
     token_bound: float | None = None
+    tenant: str | None = None
     adapter: str | None = None
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
@@ -379,6 +382,10 @@ class SamplingParams:
         self._keep_real("frequency_penalty", -100.0, 100.0)
         for name in self.bounds:
             self._keep_real(name, 0.0, 1e9, open_low=True)
+        if self.tenant is not None and (not isinstance(self.tenant, str) or not self.tenant):
+            raise InvalidSamplingParamsError(
+                f"tenant={self.tenant!r} is not allowed; pass a string that is not empty, or None"
+            )
         if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
             raise InvalidSamplingParamsError(
                 f"adapter={self.adapter!r} is not allowed; pass the name of a loaded adapter, or "

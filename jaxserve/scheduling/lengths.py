@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ _TIMES = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2
 _FEWEST_ROWS = 64
 # The row of sequences without a prediction.
 _UNKNOWN = 0
+# Answers whose lengths are remembered.
+_NUM_PAST = 1_000
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,17 @@ class LengthEstimate:
     def expected_remaining(self, num_outputs: int) -> float:
         lengths = self.prediction.distribution
         return float(lengths.expected_remaining(num_outputs - self.at)[0])
+
+    def tail_mean(self, tail_share: float) -> float:
+        """Return the mean length of the longest `tail_share` of answers, whatever came since `at`.
+
+        It is the conditional value at risk at the level `1 - tail_share`.
+        """
+        lengths = self.prediction.distribution
+        start = lengths.quantile(1.0 - tail_share)
+        (share_over,) = lengths.survival(0, start.astype(np.float64))[0]
+        over = float(share_over * lengths.expected_remaining(start)[0])
+        return self.at + float(start[0]) + over / tail_share
 
     def quantile(self, miss_rate: float, num_outputs: int) -> int:
         """Return a length that at most `miss_rate` of answers outgrow after `num_outputs`."""
@@ -232,10 +246,15 @@ class LengthTracker:
 
     A reading that is not finite changes nothing. The first one that raises is logged, and is the
     last.
+
+    Attributes:
+      past: output tokens of the newest answers that were not cut short by an error or a
+        cancellation; at most 1,000.
     """
 
     def __init__(self, refinement: Refinement | None = None):
         self.num_refined = 0
+        self.past: deque[int] = deque(maxlen=_NUM_PAST)
         self._refinement = refinement
         self._has_failed = False
         self._first: dict[int, LengthEstimate] = {}
@@ -269,6 +288,9 @@ class LengthTracker:
             self._set(sequence.key, first)
 
     def remove(self, sequence: Sequence) -> None:
+        """Drop a sequence that has ended."""
+        if sequence.finish_reason in ("stop", "length") and sequence.output:
+            self.past.append(len(sequence.output))
         self._first.pop(sequence.key, None)
         self._newest.pop(sequence.key, None)
         if self._table is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import AdmissionPolicy, Order
+from jaxserve.scheduling.policy import AdmissionPolicy, Order, OrderState, ServiceOrder
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -143,8 +144,13 @@ class OrderKeys:
     sequence's key is next computed.
     """
 
-    def __init__(self, order: Order, lengths: LengthTracker):
-        self._order = order
+    def __init__(self, order: Order | ServiceOrder, lengths: LengthTracker):
+        self._service: OrderState | None = None
+        self._order: Order | OrderState
+        if isinstance(order, ServiceOrder):
+            self._order = self._service = order.new_state()
+        else:
+            self._order = order
         self._lengths = lengths
         self._keys: dict[int, Any] = {}
 
@@ -154,6 +160,13 @@ class OrderKeys:
     def take(self, sequence: Sequence) -> None:
         """Compute and store the key; a list that has the sequence must be sorted after this."""
         self._keys[sequence.key] = self._order.key(sequence, self._lengths)
+
+    def have_changed(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+        """Return whether all keys must be taken again before the next step is planned."""
+        if self._service is None:
+            return False
+        self._service.update(waiting, now_s)
+        return True
 
     def of(self, sequence: Sequence) -> Any:
         return self._keys[sequence.key]

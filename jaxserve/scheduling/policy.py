@@ -6,6 +6,7 @@ iteration shape keeps from step to step is in a state that it makes itself (`new
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -106,6 +107,36 @@ class Order(Protocol):
     def max_passes(self) -> int:
         """How many sequences may be admitted before one ahead of them that does not fit."""
         ...
+
+
+class OrderState(Protocol):
+    """The keys of one scheduler's sequences under a `ServiceOrder`."""
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
+        """Return the present sort key of a sequence: a total order.
+
+        Every sequence comes here first at its submission.
+        """
+        ...
+
+    def update(self, waiting: Iterable[Sequence], now_s: float) -> None:
+        """Take in what was planned since the last call, before all keys are computed again."""
+        ...
+
+
+class ServiceOrder(ABC):
+    """An order by what sequences have had so far, whose keys change while they wait and run.
+
+    Its settings are frozen, as those of any `Order`, and a state serves one scheduler. All keys are
+    computed again before each step, which costs a look at every sequence that waits.
+    """
+
+    heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
+    max_passes: ClassVar[int] = 0
+
+    @abstractmethod
+    def new_state(self) -> OrderState: ...
 
 
 class Preemption(Protocol):
@@ -227,11 +258,12 @@ class StepBuilder(Protocol):
         """Read from the disk what the first waiting sequence will need, as an admission does."""
         ...
 
-    def make_way(self) -> Sequence | None:
+    def make_way(self, *, only_bounded: bool = True) -> Sequence | None:
         """Return the first waiting sequence if it has a latency bound of its own and is admissible.
 
         Sequences after it in order that have no bound are preempted, the last first, until it is.
         None if it has no bound, awaits pages from the disk, or no more sequences can be preempted.
+        Without `only_bounded` this is so for any first sequence, and for any after it in order.
         """
         ...
 
@@ -356,7 +388,7 @@ class Policy:
 
     name: str
     admission: AdmissionPolicy
-    order: Order
+    order: Order | ServiceOrder
     iteration: IterationShape[Any]
     retention: Retention
     preemption: Preemption = LastInOrder()

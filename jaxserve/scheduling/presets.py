@@ -11,10 +11,15 @@ from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.order import FCFS, DueFirst, LongestFirst
+from jaxserve.scheduling.mlfq import FeedbackQueues
+from jaxserve.scheduling.order import FCFS, DueFirst, LongestFirst, ShortestPredictedFirst
+from jaxserve.scheduling.past_future import PastFuture
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
 from jaxserve.scheduling.retention import DeviceOnly, Stateless, Tiered
+from jaxserve.scheduling.tie import TailInflated
+from jaxserve.scheduling.uniboost import Boosted, LatestBoosted
+from jaxserve.scheduling.vtc import VirtualTokenCounter
 
 PRESETS: dict[str, Policy] = {
     policy.name: policy
@@ -81,6 +86,20 @@ PRESETS: dict[str, Policy] = {
             )
             for family in ("waa_c", "waa_m")
         ),
+        # Others' orders and admissions, each beside vLLM's other choices (docs/policies.md).
+        Policy("shortest_predicted", OnDemand(), ShortestPredictedFirst(), Unified(), Stateless()),
+        Policy("tie", OnDemand(), TailInflated(), Unified(), Stateless()),
+        Policy("uniboost", OnDemand(), Boosted(), Unified(), Stateless(), LatestBoosted()),
+        Policy(
+            "mlfq",
+            OnDemand(),
+            FeedbackQueues(),
+            Unified(preempts=True),
+            Stateless(),
+            LastInOrder(keeps_state=True),
+        ),
+        Policy("vtc", OnDemand(), VirtualTokenCounter(), Unified(), Stateless()),
+        Policy("past_future", PastFuture(), FCFS(), Unified(), Stateless()),
         # Our own.
         Policy(
             "auto",

@@ -463,6 +463,11 @@ class Queues:
         """Record that another step is being planned, at another time."""
         self._slack = None
         self._headroom = None
+        if self.keys.have_changed(self.waiting, self._now()):
+            for sequence in self.running:
+                self.keys.take(sequence)
+            self.running.sort(key=self.keys.of)
+            self.waiting.sort()
 
     def have_advanced(self) -> None:
         if self._headroom is not None:

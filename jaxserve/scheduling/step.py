@@ -254,9 +254,9 @@ class Step:
             self._decoding_and_prefilling = None
         return sequence
 
-    def make_way(self) -> Sequence | None:
+    def make_way(self, *, only_bounded: bool = True) -> Sequence | None:
         first = next(iter(self._queues.waiting.ready()), None)
-        if self._is_closed or first is None or not first.request.has_bounds:
+        if self._is_closed or first is None or (only_bounded and not first.request.has_bounds):
             return None
         have_rows, keys = set(self.sequences), self._queues.keys
         awaits_disk = self._kv.awaits_disk(first)
@@ -264,13 +264,13 @@ class Step:
             others = [
                 each
                 for each in self._queues.running
-                if not each.request.has_bounds and each not in have_rows
+                if not (only_bounded and each.request.has_bounds) and each not in have_rows
                 if keys.of(each) > keys.of(first)
             ]
             if awaits_disk or not others:  # room alone does not make it admissible
                 return None
             self._preempt(others[-1])
-        return sequence if sequence.request.has_bounds else None
+        return sequence if sequence.request.has_bounds or not only_bounded else None
 
     def use_group(self, group: int) -> None:
         assert not self.has_work and group in self.open_groups, "a step of one open group"

@@ -322,7 +322,9 @@ class Unheeded(Strict):
     store: Annotated[bool | None, Ignored((False,))] = Field(
         None, description="Answers are not stored."
     )
-    user: str | None = Field(None, description="Written to the access log.")
+    user: str | None = Field(
+        None, description="Written to the access log; policy vtc serves all users equally."
+    )
 
 
 class Asking(Choosing, Unheeded):

@@ -118,6 +118,7 @@ class Unified:
         is always for other sequences. With reserved slots, a sequence with a bound that finds no
         slot or memory preempts sequences without.
       heeds_arrivals: make decode loops shorter while requests arrive one by one.
+      preempts: a waiting sequence preempts running ones after it in order, not only for memory.
     """
 
     num_device_groups: ClassVar[int] = 1
@@ -126,6 +127,7 @@ class Unified:
     max_running: int | None = None
     reserved_slots: int = 0
     heeds_arrivals: bool = False
+    preempts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_running is not None and self.max_running < 1:
@@ -163,8 +165,8 @@ class Unified:
             step.fetch_next()
 
     def _make_way(self, step: StepBuilder) -> None:
-        if self.makes_way:
-            step.make_way()
+        if self.makes_way or self.preempts:
+            step.make_way(only_bounded=not self.preempts)
 
     def _is_at_limit(self, step: StepBuilder) -> bool:
         if self.max_running is None and not self.reserved_slots:

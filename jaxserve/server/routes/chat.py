@@ -190,7 +190,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
         has_tools=body.tools is not None,
     )
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer, variables)
-    params = own.apply(replace(_params(body, tools), adapter=adapter))
+    params = own.apply(replace(_params(body, tools), adapter=adapter, tenant=body.user or None))
     answer = ChatAnswer(body, params, tools, adapter or backend.options.model_name)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)

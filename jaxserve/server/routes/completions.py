@@ -128,7 +128,7 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     check_fields(body, backend)
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
-    params = own.apply(replace(_params(body), adapter=adapter))
+    params = own.apply(replace(_params(body), adapter=adapter, tenant=body.user or None))
     prompts = _prompts(body)
     check_num_samples(len(prompts) * params.n, backend)
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))

@@ -228,7 +228,9 @@ class OutputConfig(Strict):
 class Metadata(Strict):
     """Who asks."""
 
-    user_id: str | None = Field(None, description="Written to the access log.")
+    user_id: str | None = Field(
+        None, description="Written to the access log; policy vtc serves all users equally."
+    )
 
 
 class CountRequest(Strict):
@@ -468,10 +470,11 @@ async def answer_messages(
     """Answer a chat, in the form of Anthropic's API."""
     adapter = backend.adapter_of(body.model)
     check_ignored(body, backend)
-    note(notes_here(), user=None if body.metadata is None else body.metadata.user_id)
+    user = None if body.metadata is None else body.metadata.user_id
+    note(notes_here(), user=user)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = _tools(body, tokenizer, backend)
-    params = own.apply(replace(_params(body, tools), adapter=adapter))
+    params = own.apply(replace(_params(body, tools), adapter=adapter, tenant=user or None))
     answer = MessagesAnswer(body, params, tools, adapter or backend.options.model_name)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, params))
     if not body.stream:

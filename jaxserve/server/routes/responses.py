@@ -505,7 +505,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         has_tools=bool(body.tools),
     )
     tools = _tools(body, tokenizer, variables)
-    params = own.apply(replace(_params(body, tools), adapter=adapter))
+    params = own.apply(replace(_params(body, tools), adapter=adapter, tenant=body.user or None))
     answer = ResponseAnswer(body, params, tools, adapter or backend.options.model_name)
     if answer.conversation_id is not None:
         turn = TurnExchange(
