@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, Self, cast, final
 
 import jax
@@ -140,7 +140,7 @@ class PlacedModel:
         )
 
     def abstract_cache(self, num_pages: int) -> Any:
-        return jax.eval_shape(partial(_empty, self._cache_sizes(num_pages)))
+        return _abstract_cache(self._cache_sizes(num_pages))
 
     def new_cache(self, num_pages: int, shelf: Shelf) -> Any:
         """Return a cache of zeros on its devices."""
@@ -174,6 +174,11 @@ class PlacedModel:
 
 def _empty(sizes: tuple[tuple[Any, ...], ...], **options: Any) -> Any:
     return reduce(united, [empty_cache(*each, **options) for each in sizes])
+
+
+@lru_cache(maxsize=8)
+def _abstract_cache(sizes: tuple[tuple[Any, ...], ...]) -> Any:
+    return jax.eval_shape(partial(_empty, sizes))
 
 
 def build_executor(

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 # more from start to start than a GPU's.
 _SMALLEST_SHARE = {"cpu": 0.7}
 _SMALLEST_SHARE_OTHERWISE = 0.95
+# Sizes of earlier starts that are remembered, for each of which executables may be in the store.
+_MAX_SIZES = 8
 # Names of the steps of a warm-up that run on the device, one after the other.
 _RUN = ("page swaps", "encoder")
 
@@ -55,7 +57,7 @@ def executable_store() -> ExecutableStore:
 
 
 def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
-    """Return the size of an earlier start's page pool if it fits and is not much smaller.
+    """Return the largest size of earlier starts' page pools that fits and is not much smaller.
 
     Free memory differs from start to start, and executables are for one number of pages. `parts` is
     what both starts must have in common; `num_pages` fits now.
@@ -64,15 +66,19 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
         key = key_of("pool", this_installation(), parts)
     except Unnameable:
         return num_pages
-    kept = store.read(key)
+    kept = [int(number) for number in (store.read(key) or b"").split()]
     share = _SMALLEST_SHARE.get(jax.default_backend(), _SMALLEST_SHARE_OTHERWISE)
-    if kept is not None and share * num_pages <= int(kept) <= num_pages:
-        if int(kept) < num_pages:
+    fitting = [number for number in kept if share * num_pages <= number <= num_pages]
+    if fitting:
+        if max(fitting) < num_pages:
             _log.info(
-                "%d of the %d pages that fit are used, as at an earlier start", int(kept), num_pages
+                "%d of the %d pages that fit are used, as at an earlier start",
+                max(fitting),
+                num_pages,
             )
-        return int(kept)
-    store.write(key, str(num_pages).encode())
+        return max(fitting)
+    newest = [*kept, num_pages][-_MAX_SIZES:]
+    store.write(key, " ".join(map(str, newest)).encode())
     return num_pages
 
 

@@ -282,10 +282,11 @@ class Quantiser:
 
         With `partial`, or the structure of a part of it.
         """
-        paths, dense = _paths(params), _paths(self._dense_model()[1])
-        if partial:
-            return paths <= dense and not paths <= self._own_paths
-        return paths != self._own_paths and paths == dense
+        paths = _paths(params)
+        if paths <= self._own_paths and (partial or len(paths) == len(self._own_paths)):
+            return False
+        dense = _paths(self._dense_model()[1])
+        return paths <= dense if partial else paths == dense
 
     def params(self, params: nnx.State, *, partial: bool = False) -> nnx.State:
         """Return parameters as the model stores them.

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -314,12 +314,11 @@ class Unnameable(Exception):
 
 def key_of(*parts: Any) -> str:
     """Return a key, equal in every process for equal parts only, or raise `Unnameable`."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for token in _tokens(part):
-            digest.update(token.encode())
-            digest.update(b"\0")
-    return digest.hexdigest()[:40]
+    return _digest_of(_tokens(parts, {}))[:40]
+
+
+def _digest_of(tokens: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(tokens).encode()).hexdigest()
 
 
 @functools.cache
@@ -398,46 +397,51 @@ def kept_arguments(lowered: jax.stages.Lowered) -> list[int] | None:
     return None if kept is None else sorted(kept)
 
 
-def _tokens(value: Any) -> Iterator[str]:
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        yield f"{type(value).__name__}:{value!r}"
-    elif isinstance(value, enum.Enum):
-        yield from (_global(type(value)), value.name)
-    elif isinstance(value, (np.dtype, jax.tree_util.PyTreeDef)):
-        yield str(value)
-    elif isinstance(value, jax.ShapeDtypeStruct):
-        yield f"{value.shape}{value.dtype}{value.weak_type}"
-        yield from _tokens(value.sharding)
-    elif isinstance(value, jax.sharding.Sharding):
-        # Devices are described separately.
-        yield f"{value} {value.memory_kind}"
-    elif isinstance(value, (np.ndarray, np.generic)):
-        yield f"{value.shape}{value.dtype}{np.asarray(value).tobytes().hex()}"
-    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        yield _global(value)
-    elif isinstance(value, functools.partial):
-        yield "partial"
-        yield from _tokens((value.func, value.args, value.keywords))
-    elif isinstance(value, Mapping):
-        # Flax copies the metadata of a variable in an order that differs between processes.
-        yield f"{{{len(value)}"
-        yield from sorted("\1".join(_tokens(item)) for item in value.items())
-    elif isinstance(value, (tuple, list)):
-        yield f"{_global(type(value))}{len(value)}"
+# A dataclass by its id, and the digest of its tokens: the layers of a model share large ones.
+_Seen = dict[int, tuple[Any, str]]
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+def _tokens(value: Any, seen: _Seen) -> list[str]:
+    if value is None or isinstance(value, _PLAIN):
+        return [f"{type(value).__name__}:{value!r}"]
+    if isinstance(value, (tuple, list)):
+        found = [f"{_global(type(value))}{len(value)}"]
         for item in value:
-            yield from _tokens(item)
-    elif isinstance(value, (set, frozenset)):
-        yield f"set{len(value)}"
-        yield from sorted("\1".join(_tokens(item)) for item in value)
-    elif dataclasses.is_dataclass(value) or isinstance(value, nnx.GraphDef):
-        yield _global(type(value))
-        for field in dataclasses.fields(value):
-            yield from (field.name, *_tokens(getattr(value, field.name)))
-    elif callable(value) and hasattr(value, "__wrapped__"):  # a jitted function of JAX's own
-        yield "wrapped"
-        yield from _tokens(value.__wrapped__)
-    else:
-        raise Unnameable(f"{type(value).__module__}.{type(value).__qualname__}")
+            found += _tokens(item, seen)
+        return found
+    if isinstance(value, enum.Enum):
+        return [_global(type(value)), value.name]
+    if isinstance(value, (np.dtype, jax.tree_util.PyTreeDef)):
+        return [str(value)]
+    if isinstance(value, jax.ShapeDtypeStruct):
+        about = f"{value.shape}{value.dtype}{value.weak_type}"
+        return [about, *_tokens(value.sharding, seen)]
+    if isinstance(value, jax.sharding.Sharding):
+        # Devices are described separately.
+        return [f"{value} {value.memory_kind}"]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return [f"{value.shape}{value.dtype}{np.asarray(value).tobytes().hex()}"]
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return [_global(value)]
+    if isinstance(value, functools.partial):
+        return ["partial", *_tokens((value.func, value.args, value.keywords), seen)]
+    if isinstance(value, Mapping):
+        # Flax copies the metadata of a variable in an order that differs between processes.
+        items = sorted("\1".join(_tokens(item, seen)) for item in value.items())
+        return [f"{{{len(value)}", *items]
+    if isinstance(value, (set, frozenset)):
+        return [f"set{len(value)}", *sorted("\1".join(_tokens(item, seen)) for item in value)]
+    if dataclasses.is_dataclass(value) or isinstance(value, nnx.GraphDef):
+        if id(value) not in seen:
+            found = [_global(type(value))]
+            for field in dataclasses.fields(value):
+                found += (field.name, *_tokens(getattr(value, field.name), seen))
+            seen[id(value)] = value, _digest_of(found)
+        return [seen[id(value)][1]]
+    if callable(value) and hasattr(value, "__wrapped__"):  # a jitted function of JAX's own
+        return ["wrapped", *_tokens(value.__wrapped__, seen)]
+    raise Unnameable(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _global(thing: Any) -> str:

@@ -6,7 +6,7 @@ any thread: it loads it from the store if possible, and otherwise traces and com
 
 from __future__ import annotations
 
-import functools
+import inspect
 import json
 import logging
 import threading
@@ -404,11 +404,13 @@ class StepFunction:
 def _unpacking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of packed arguments, named `name`; its arguments keep their names."""
 
-    @functools.wraps(function, assigned=(), updated=())
     def unpacking(*arguments: Any, **static: Any) -> Any:
         return function(*map(unpacked, arguments), **static)
 
     unpacking.__name__ = name
+    # Not `functools.wraps`: JAX would describe the wrapped function, with the model that is bound
+    # to it, for each of the jitted functions of a start.
+    vars(unpacking)["__signature__"] = inspect.signature(function)
     return unpacking
 
 
