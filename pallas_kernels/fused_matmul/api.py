@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.fused_matmul import rows, triton, xla
+from jaxserve.kernels.fused_matmul import rows, xla
 from jaxserve.kernels.fused_matmul.operands import RMSScale
 
 Implementation = Literal[
@@ -17,8 +17,7 @@ Implementation = Literal[
 
 _IMPLEMENTATIONS = {
     "xla": xla.fused_matmul,
-    "triton": triton.fused_matmul,
-    "triton_interpreted": partial(triton.fused_matmul, interpret=True),
+    **dispatch.by_triton("fused_matmul", "fused_matmul"),
     "triton_rows": rows.fused_matmul,
     "triton_rows_interpreted": partial(rows.fused_matmul, interpret=True),
 }

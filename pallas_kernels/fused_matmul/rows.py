@@ -8,7 +8,6 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.fused_matmul.operands import RMSScale
-from jaxserve.kernels.matmul import rowwise_product
 from jaxserve.kernels.pointwise import rms_norm
 
 
@@ -23,6 +22,8 @@ def fused_matmul(
     interpret: bool = False,
 ) -> Float[Array, " tokens *kept"]:
     """Implement `api.fused_matmul`; it rounds after the norm and at the end."""
+    from jaxserve.kernels.matmul.triton import rowwise_product  # imports Pallas
+
     if norm is not None:
         x = rms_norm(
             x,

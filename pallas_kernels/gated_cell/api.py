@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 from jaxtyping import Array, Float
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.gated_cell import cpu, reference, triton, xla
+from jaxserve.kernels.gated_cell import cpu, reference, xla
 from jaxserve.kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
@@ -49,8 +48,7 @@ def gated_cell(
         "reference": reference.gated_cell,
         "xla": xla.gated_cell,
         "cpu": cpu.gated_cell,
-        "triton": triton.gated_cell,
-        "triton_interpreted": partial(triton.gated_cell, interpret=True),
+        **dispatch.by_triton("gated_cell", "gated_cell"),
     }
     return dispatch.call(
         "gated_cell",

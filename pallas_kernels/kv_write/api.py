@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, get_args
 
 import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.kv_write import cpu, reference, triton, xla
+from jaxserve.kernels.kv_write import cpu, reference, xla
 from jaxserve.kernels.kv_write.operands import RopeTables, Written
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
@@ -18,8 +17,7 @@ _IMPLEMENTATIONS = {
     "reference": reference.rotate_and_write,
     "xla": xla.rotate_and_write,
     "cpu": cpu.rotate_and_write,
-    "triton": triton.rotate_and_write,
-    "triton_interpreted": partial(triton.rotate_and_write, interpret=True),
+    **dispatch.by_triton("kv_write", "rotate_and_write"),
 }
 _PREFERRED = {"cuda": ("triton",), "cpu": ("cpu",)}
 

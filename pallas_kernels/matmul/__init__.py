@@ -2,7 +2,6 @@
 
 from jaxserve.kernels.matmul.api import grouped_matmul, matmul
 from jaxserve.kernels.matmul.panels import columns_of, from_panels, panel_matmul, to_panels
-from jaxserve.kernels.matmul.triton import rowwise_product
 
 __all__ = [
     "columns_of",
@@ -10,6 +9,5 @@ __all__ = [
     "grouped_matmul",
     "matmul",
     "panel_matmul",
-    "rowwise_product",
     "to_panels",
 ]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.matmul import cpu, triton, xla
+from jaxserve.kernels.matmul import cpu, xla
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
 _IMPLEMENTATIONS = {
     "xla": xla.matmul,
     "cpu": cpu.matmul,
-    "triton": triton.matmul,
-    "triton_interpreted": partial(triton.matmul, interpret=True),
+    **dispatch.by_triton("matmul", "matmul"),
 }
 _PREFERRED = {"cpu": ("cpu",)}
 

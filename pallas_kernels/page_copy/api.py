@@ -7,14 +7,13 @@ in `dispatch`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
 from jaxtyping import Array, Int
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.page_copy import reference, triton, xla
+from jaxserve.kernels.page_copy import reference, xla
 
 Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
 Pages = TypeVar("Pages")
@@ -111,7 +110,6 @@ def _call(operation: str, implementation: str | None, **arrays: Any) -> jax.Arra
     implementations = {
         "reference": getattr(reference, operation),
         "xla": getattr(xla, operation),
-        "triton": getattr(triton, operation),
-        "triton_interpreted": partial(getattr(triton, operation), interpret=True),
+        **dispatch.by_triton("page_copy", operation),
     }
     return dispatch.call(operation, implementations, _PREFERRED, implementation, **arrays)

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.paged_attention import cpu, mosaic, reference, triton, xla
+from jaxserve.kernels.paged_attention import cpu, mosaic, reference, xla
 from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 from jaxserve.kernels.paged_attention.planner import Plan
 
@@ -29,8 +29,7 @@ _IMPLEMENTATIONS = {
         "reference": reference.paged_attention,
         "xla": xla.paged_attention,
         "cpu": cpu.paged_attention,
-        "triton": triton.paged_attention,
-        "triton_interpreted": partial(triton.paged_attention, interpret=True),
+        **dispatch.by_triton("paged_attention", "paged_attention"),
         "mosaic": mosaic.paged_attention,
         "mosaic_interpreted": partial(mosaic.paged_attention, interpret=True),
     }.items()

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.paged_attention import triton
 from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 from jaxserve.kernels.paged_attention.planner import Plan, Warpgroups
 
@@ -149,6 +148,8 @@ class _Kernels:
         )
         q = None if out is given.q else given.q
         out, values, sums = SplitKernel(sizes)(steering, q, *self._flat_pages(), out)
+        from jaxserve.kernels.paged_attention import triton
+
         out = triton.merge(
             self.plan,
             rows,

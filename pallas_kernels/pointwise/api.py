@@ -7,13 +7,12 @@ the bits of a row do not depend on the other rows. Errors are as in `dispatch`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.pointwise import cpu, triton, xla
+from jaxserve.kernels.pointwise import cpu, xla
 
 Implementation = Literal["xla", "cpu"]
 # For the operations that add up a row.
@@ -41,8 +40,7 @@ def rms_norm(
         {
             "xla": xla.rms_norm,
             "cpu": cpu.rms_norm,
-            "triton": triton.rms_norm,
-            "triton_interpreted": partial(triton.rms_norm, interpret=True),
+            **dispatch.by_triton("pointwise", "rms_norm"),
         },
         _PREFERRED,
         implementation,
@@ -75,8 +73,7 @@ def layer_norm(
         {
             "xla": xla.layer_norm,
             "cpu": cpu.layer_norm,
-            "triton": triton.layer_norm,
-            "triton_interpreted": partial(triton.layer_norm, interpret=True),
+            **dispatch.by_triton("pointwise", "layer_norm"),
         },
         _PREFERRED,
         implementation,
@@ -101,8 +98,7 @@ def log_sum_exp(
         {
             "xla": xla.log_sum_exp,
             "cpu": cpu.log_sum_exp,
-            "triton": triton.log_sum_exp,
-            "triton_interpreted": partial(triton.log_sum_exp, interpret=True),
+            **dispatch.by_triton("pointwise", "log_sum_exp"),
         },
         {**_PREFERRED, "cuda": ("triton",)},
         implementation,
@@ -142,8 +138,7 @@ def row_maximum(
         "row_maximum",
         {
             "xla": xla.row_maximum,
-            "triton": triton.row_maximum,
-            "triton_interpreted": partial(triton.row_maximum, interpret=True),
+            **dispatch.by_triton("pointwise", "row_maximum"),
         },
         {"cuda": ("triton",)},
         implementation,

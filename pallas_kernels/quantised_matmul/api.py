@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.quantised_matmul import cpu, triton, xla
+from jaxserve.kernels.quantised_matmul import cpu, xla
 from jaxserve.kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
@@ -17,8 +16,7 @@ Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 _IMPLEMENTATIONS = {
     "xla": xla.quantised_matmul,
     "cpu": cpu.quantised_matmul,
-    "triton": triton.quantised_matmul,
-    "triton_interpreted": partial(triton.quantised_matmul, interpret=True),
+    **dispatch.by_triton("quantised_matmul", "quantised_matmul"),
 }
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 

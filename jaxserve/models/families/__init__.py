@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, check_sizes
@@ -15,8 +15,82 @@ from jaxserve.models.family import Family
 from jaxserve.models.pooling import labels_of
 from jaxserve.models.weights import Weight
 
-_BY_MODEL_TYPE: dict[str, Family] = {}
-FAMILIES: Mapping[str, Family] = MappingProxyType(_BY_MODEL_TYPE)
+# The files of families by `model_type`, where they have other names. A type that is not here is
+# found, too, once all files have been imported.
+_FILES = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek"),
+    "bloom": "falcon",
+    **dict.fromkeys(("gemma2", "gemma3_text", "vaultgemma"), "gemma"),
+    "gemma4_text": "gemma4",
+    **dict.fromkeys(("glm4", "ernie4_5", "helium"), "glm"),
+    **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), "glm_moe"),
+    **dict.fromkeys(("gpt_bigcode", "gpt_neo"), "gpt2"),
+    "codegen": "gptj",
+    "granitemoehybrid": "granite_hybrid",
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), "granite_moe"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "hunyuan"),
+    "lfm2_moe": "lfm2",
+    **dict.fromkeys(("mistral", "internlm3", "cwm", "arcee"), "llama"),
+    **dict.fromkeys(("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), "llama"),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "llama"),
+    "llama4_text": "llama4",
+    **dict.fromkeys(("mamba2", "falcon_mamba"), "mamba"),
+    "ministral3": "ministral",
+    **dict.fromkeys(("mixtral", "olmoe"), "moe"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"), "moe"),
+    **dict.fromkeys(("olmo3", "exaone4"), "olmo2"),
+    **dict.fromkeys(("biogpt", "xglm"), "opt"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "qwen3_next"),
+    **dict.fromkeys(("starcoder2", "nemotron", "jais2", "cohere", "cohere2"), "stablelm"),
+    "mt5": "t5",
+}
+
+
+@final
+class _Families(Mapping[str, Family]):
+    """The families by `model_type`; the file of one is imported when it is first looked up."""
+
+    def __init__(self, folder: Iterable[str]):
+        self._files = tuple(module.name for module in iter_modules(folder))
+        self._found: dict[str, Family] = {}
+        self._has_all = False
+
+    def __getitem__(self, kind: str) -> Family:
+        if kind not in self._found:
+            self._import(_FILES.get(kind, kind))
+        if kind not in self._found:
+            self._import_all()
+        return self._found[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        self._import_all()
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def of(self, config: type[DecoderConfig]) -> Family | None:
+        """Return the family of a class of configurations; None if it was not registered."""
+        self._import(config.__module__.removeprefix(f"{__name__}."))
+        return next((each for each in self._found.values() if each.config is config), None)
+
+    def add(self, family: Family) -> None:
+        self._found |= dict.fromkeys(family.fields, family)
+
+    def _import(self, *files: str) -> None:
+        """Add the families of these files, in this order; a name without a file has none."""
+        known = [each for each in files if each in self._files]
+        families = [import_module(f"{__name__}.{each}").FAMILY for each in known]
+        own = {kind: family for family in families for kind in family.fields}
+        self._found = own | self._found
+
+    def _import_all(self) -> None:
+        if not self._has_all:
+            self._import(*self._files)
+            self._has_all = True
+
+
+FAMILIES = _Families(__path__)
 
 
 def register_family(family: Family) -> None:
@@ -31,11 +105,9 @@ def register_family(family: Family) -> None:
             f"model_type={taken[0]!r} has a family already; give the new one another name in "
             "`fields` and config.json"
         )
-    _BY_MODEL_TYPE.update(dict.fromkeys(family.fields, family))
+    FAMILIES.add(family)
 
 
-for _module in iter_modules(__path__):
-    register_family(import_module(f"{__name__}.{_module.name}").FAMILY)
 # Models of images and text, and whether the head of their text model is the embedding if
 # config.json does not state it.
 WRAPPERS: Mapping[str, bool] = MappingProxyType(
@@ -142,13 +214,13 @@ def family_of(config: DecoderConfig) -> Family:
     Raises:
       UnsupportedModelError: it was not registered.
     """
-    for family in FAMILIES.values():
-        if family.config is type(config):
-            return family
-    raise UnsupportedModelError(
-        f"{type(config).__name__} belongs to no family; call jaxserve.register_family(FAMILY) "
-        "first (docs/own_model.md)"
-    )
+    family = FAMILIES.of(type(config))
+    if family is None:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} belongs to no family; call jaxserve.register_family(FAMILY) "
+            "first (docs/own_model.md)"
+        )
+    return family
 
 
 def weights_of(config: DecoderConfig) -> Mapping[str, Weight]:
