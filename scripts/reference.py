@@ -27,7 +27,9 @@ _ENVIRONMENT = {
     "JAXSERVE_API_KEY": "a key of the server, in addition to those of `--api-key-file`",
     "JAXSERVE_COORDINATOR, JAXSERVE_NUM_PROCESSES, JAXSERVE_PROCESS_ID": "the processes of a job "
     "([several processes](several_processes.md))",
-    "JAXSERVE_START_TIMEOUT": "seconds until all processes of a job have started; 120",
+    "JAXSERVE_START_TIMEOUT, JAXSERVE_HEARTBEAT_TIMEOUT, JAXSERVE_STEP_TIMEOUT": "seconds until "
+    "all processes of a job have started, 120; until JAX gives a silent one up, 25; until a step "
+    "of theirs counts as hung, 600",
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT": "as everywhere for the Hugging Face Hub",
     "XLA_FLAGS, CUDA_VISIBLE_DEVICES, JAX_PLATFORMS": "as everywhere for JAX",
     "JAXSERVE_GRAPH_LOOPS": "1 to record decode loops in CUDA graphs, 0 to leave them out; by "

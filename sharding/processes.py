@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxserve.sharding.mesh import DeviceGroups
+from jaxserve.sharding.progress import PendingStep, Progress, StepCounts, describe_behind
 
 LEADER = 0
 EXIT_LOST = 1
@@ -35,18 +36,20 @@ _OTHERS_FIRST_S = 2
 COORDINATOR_VARIABLE = "JAXSERVE_COORDINATOR"
 NUM_PROCESSES_VARIABLE = "JAXSERVE_NUM_PROCESSES"
 PROCESS_ID_VARIABLE = "JAXSERVE_PROCESS_ID"
-TIMEOUT_VARIABLE = "JAXSERVE_START_TIMEOUT"
-DEFAULT_TIMEOUT_S = 120
+START_VARIABLE = "JAXSERVE_START_TIMEOUT"
+HEARTBEAT_VARIABLE = "JAXSERVE_HEARTBEAT_TIMEOUT"
+STEP_VARIABLE = "JAXSERVE_STEP_TIMEOUT"
 
 # Launchers that JAX recognises (SLURM's srun, Open MPI) put the number of processes here.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# JAX's own heartbeat: catches processes that die before they are connected, or hang entirely.
-_HEARTBEAT_S = 25
 # Processes end together, see `ProcessGroup.leave`; this bounds the wait for one that dies then.
 _SHUTDOWN_S = 10
 # JAX aborts the process at its time limit; ours comes first, with a line that says what to do.
 _GRACE_S = 30
 _ADDRESS_BYTES = 512
+# A process that hangs in a step answers within this time how far it is; it looks once a second.
+_ANSWER_S = 5.0
+_LOOK_S = 1.0
 
 # One per process, like `jax.distributed`.
 _joined: ProcessGroup | None = None
@@ -57,15 +60,60 @@ class JoinError(RuntimeError):
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Limits of a job in whole seconds, each at least 1.
+
+    Attributes:
+      start_s: until all processes have joined.
+      heartbeat_s: until JAX gives a process up that sends no heartbeat: one that dies before it is
+        connected, or hangs entirely.
+      step_s: until devices that compute one step count as hung.
+    """
+
+    start_s: int = 120
+    heartbeat_s: int = 25
+    step_s: int = 600
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], **given_s: float | None) -> Timeouts:
+        """Return the given ones, else those of the environment, else the defaults.
+
+        Raises ValueError for one that is not a whole number of at least 1.
+        """
+        found: dict[str, int] = {}
+        variables = {
+            "start_s": START_VARIABLE,
+            "heartbeat_s": HEARTBEAT_VARIABLE,
+            "step_s": STEP_VARIABLE,
+        }
+        for name, variable in variables.items():
+            value = given_s.get(name)
+            if value is None:
+                value = _whole(environ, variable)
+            if value is None:
+                continue
+            if not 1 <= value < 1 << 31:
+                what = name.removesuffix("_s")
+                raise ValueError(
+                    f"a {what} timeout of {value} s is not allowed; set at least 1, in {variable} "
+                    f"or with --{what}-timeout"
+                )
+            found[name] = int(value)
+        return cls(**found)
+
+
+@final
 @dataclass(frozen=True)
 class _Message:
     """A message between processes.
 
     `work` and `report` carry content for the receiver's own code. `leave` and `fail` report that
-    the sender is ready to end, or cannot continue.
+    the sender is ready to end, or cannot continue. A follower whose devices hang sends `hang`. The
+    leader then sends `ask`, and every follower answers with its `counts`.
     """
 
-    kind: Literal["work", "report", "leave", "fail"]
+    kind: Literal["work", "report", "leave", "fail", "hang", "ask", "counts"]
     content: Any = None
 
 
@@ -82,6 +130,7 @@ class ProcessGroup:
       connections: process id -> connection: every follower's on the leader, the leader's on a
         follower.
       hosts: process id -> host name, of the processes whose host is known.
+      step_s: seconds until devices that compute one step count as hung, see `step`.
     """
 
     def __init__(
@@ -90,11 +139,17 @@ class ProcessGroup:
         num_processes: int,
         connections: Mapping[int, Connection],
         hosts: Mapping[int, str],
+        step_s: float = Timeouts.step_s,
     ):
         self.process_id = process_id
         self.num_processes = num_processes
         self._connections = dict(connections)
         self._hosts = dict(hosts)
+        self._step_s = step_s
+        self._progress = Progress()
+        self._counts: dict[int, StepCounts] = {}  # the last answers of the followers
+        self._has_answer = threading.Condition()
+        self._has_watch = False
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._inbox: dict[int, queue.SimpleQueue[Any]] = {
@@ -167,6 +222,28 @@ class ProcessGroup:
         return values
 
     # ---- common failure ----
+
+    def step(self) -> AbstractContextManager[PendingStep]:
+        """Return a block that submits a step, see `Progress.step`. All processes count the same.
+
+        If the devices of this process do not end it in time, the job ends, with a line that names
+        the processes that are behind.
+        """
+        if not self._has_watch:
+            self._has_watch = True
+            threading.Thread(target=self._watch_steps, name="watch steps", daemon=True).start()
+        return self._progress.step()
+
+    def step_counts(self, wait_s: float) -> dict[int, StepCounts]:
+        """Return how far each process is, of those that answer in time. Leader only."""
+        with self._has_answer:
+            self._counts = {LEADER: self._progress.counts()}
+        lost = self._send(_Message("ask"))
+        with self._has_answer:
+            self._has_answer.wait_for(
+                lambda: len(self._counts) + len(lost) >= self.num_processes, wait_s
+            )
+            return dict(self._counts)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -276,6 +353,15 @@ class ProcessGroup:
                     self._reports[peer].put(message.content)
                 elif message.kind == "fail":
                     self._end(message.content)
+                elif message.kind == "ask":
+                    self._send(_Message("counts", self._progress.counts()))
+                elif message.kind == "counts":
+                    with self._has_answer:
+                        self._counts[peer] = message.content
+                        self._has_answer.notify_all()
+                elif message.kind == "hang":
+                    # This thread reads the answer of the process that hangs.
+                    threading.Thread(target=self._end_hung, daemon=True).start()
                 else:
                     self._has_left[peer].set()
                     if self._needs_others:
@@ -285,6 +371,28 @@ class ProcessGroup:
                 self._end(_died(self._name(peer)))
         except Exception as error:  # unpickling can raise anything, e.g. across versions
             self._end(f"a message from {self._name(peer)} cannot be read ({error!r})")
+
+    def _watch_steps(self) -> None:
+        while True:
+            time.sleep(min(_LOOK_S, self._step_s))
+            if self._progress.waiting_s() < self._step_s:
+                continue
+            if self.is_leader:
+                self._end_hung()
+                continue
+            self._send(_Message("hang"))
+            time.sleep(2 * _ANSWER_S)  # the leader ends this process meanwhile
+            if self._progress.waiting_s() >= self._step_s:
+                self._end(f"{self._hung}: {self._name(LEADER)} did not answer")
+
+    def _end_hung(self) -> None:
+        counts = self.step_counts(_ANSWER_S)
+        behind = describe_behind(counts, self._name, self.num_processes)
+        self._end(f"{self._hung}: {behind}")
+
+    @property
+    def _hung(self) -> str:
+        return f"a step has not ended within {self._step_s:g} s ({STEP_VARIABLE} sets the limit)"
 
     def _end(self, reason: str) -> None:
         """Exit with one line on stderr that gives the reason; the leader ends the others too."""
@@ -367,6 +475,8 @@ def join(
     process_id: int | None = None,
     *,
     timeout_s: float | None = None,
+    heartbeat_timeout_s: float | None = None,
+    step_timeout_s: float | None = None,
 ) -> ProcessGroup | None:
     """Join this process to a job, and return when all of its processes have joined.
 
@@ -382,8 +492,8 @@ def join(
     Args:
       coordinator: host and free port on process 0, the same on all processes.
       process_id: from 0; process 0 is the leader.
-      timeout_s: how long to wait for the other processes; the default is `JAXSERVE_START_TIMEOUT`,
-        or 120.
+      timeout_s, heartbeat_timeout_s, step_timeout_s: see `Timeouts`; by default those of
+        `JAXSERVE_START_TIMEOUT`, `JAXSERVE_HEARTBEAT_TIMEOUT` and `JAXSERVE_STEP_TIMEOUT`.
 
     Raises:
       ValueError: a setting is missing or malformed, or settings contradict each other.
@@ -399,18 +509,20 @@ def join(
                 f"{_joined.num_processes}; it cannot join again with other numbers"
             )
         return _joined
-    wait_s = _timeout(timeout_s)
+    timeouts = Timeouts.of(
+        os.environ, start_s=timeout_s, heartbeat_s=heartbeat_timeout_s, step_s=step_timeout_s
+    )
     place = _place(coordinator, num_processes, process_id, os.environ)
     if place is None and not jax.distributed.is_initialized():
         return None
     place = place or _Place(None, None, None)
-    with _within(wait_s, place):
+    with _within(timeouts.start_s, place):
         if not jax.distributed.is_initialized():
-            _initialize(place, wait_s)
+            _initialize(place, timeouts)
         if jax.process_count() == 1:
             return None
         with stdout_on_stderr():
-            _joined = _connect(place.coordinator)
+            _joined = _connect(place.coordinator, timeouts.step_s)
     atexit.register(_joined.leave)  # runs before JAX's own handler, registered at its import
     return _joined
 
@@ -490,16 +602,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _timeout(given_s: float | None) -> float:
-    if given_s is None:
-        set_s = _whole(os.environ, TIMEOUT_VARIABLE)
-        given_s = DEFAULT_TIMEOUT_S if set_s is None else set_s
-    if given_s < 1:
-        raise ValueError(f"a start-up timeout of {given_s} s is not allowed; set at least 1")
-    return given_s
-
-
-def _initialize(place: _Place, timeout_s: float) -> None:
+def _initialize(place: _Place, timeouts: Timeouts) -> None:
     # Its handler treats SIGTERM as a notice to save a checkpoint, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -507,8 +610,8 @@ def _initialize(place: _Place, timeout_s: float) -> None:
             place.coordinator,
             place.num_processes,
             place.process_id,
-            initialization_timeout=int(timeout_s) + _GRACE_S,
-            heartbeat_timeout_seconds=_HEARTBEAT_S,
+            initialization_timeout=timeouts.start_s + _GRACE_S,
+            heartbeat_timeout_seconds=timeouts.heartbeat_s,
             shutdown_timeout_seconds=_SHUTDOWN_S,
         )
     except RuntimeError as error:  # XLA's errors are of this class too
@@ -527,7 +630,7 @@ def _within(timeout_s: float, place: _Place) -> Iterator[None]:
         line = (
             f"jaxserve: {place} waited {timeout_s:g} s, but not all processes joined. Check that "
             "all were started with the same coordinator and number of processes, that they can "
-            f"reach it, and what they printed; {TIMEOUT_VARIABLE} sets how long to wait.\n"
+            f"reach it, and what they printed; {START_VARIABLE} sets how long to wait.\n"
         )
         os.write(2, line.encode())
         os._exit(EXIT_LOST)
@@ -541,7 +644,7 @@ def _within(timeout_s: float, place: _Place) -> Iterator[None]:
         timer.cancel()
 
 
-def _connect(coordinator: str | None) -> ProcessGroup:
+def _connect(coordinator: str | None, step_s: float) -> ProcessGroup:
     """Connect the leader with all followers; a broadcast over the devices sends its address."""
     process_id, num_processes = jax.process_index(), jax.process_count()
     own_host = socket.gethostname()
@@ -563,6 +666,7 @@ def _connect(coordinator: str | None) -> ProcessGroup:
             num_processes,
             {LEADER: connection},
             {LEADER: leader_host, process_id: own_host},
+            step_s,
         )
     key = os.urandom(32)
     is_local = host in ("localhost", "127.0.0.1")
@@ -571,7 +675,8 @@ def _connect(coordinator: str | None) -> ProcessGroup:
     ) as listener:
         _shared((host, int(listener.address[1]), key))
         connections, hosts = _accept(listener, own_host, num_processes)
-    return ProcessGroup(process_id, num_processes, connections, {**hosts, LEADER: own_host})
+    hosts[LEADER] = own_host
+    return ProcessGroup(process_id, num_processes, connections, hosts, step_s)
 
 
 def _shared(address: tuple[str, int, bytes] | None) -> tuple[str, int, bytes]:

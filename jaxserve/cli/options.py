@@ -567,12 +567,43 @@ class ProcessOptions:
         ),
     ] = None
 
+    start_timeout: Annotated[
+        int | None,
+        _processes(
+            "--start-timeout",
+            "Seconds until all processes have joined. [default: JAXSERVE_START_TIMEOUT, 120]",
+        ),
+    ] = None
+    heartbeat_timeout: Annotated[
+        int | None,
+        _processes(
+            "--heartbeat-timeout",
+            "Seconds until JAX gives a silent process up. [default: "
+            "JAXSERVE_HEARTBEAT_TIMEOUT, 25]",
+        ),
+    ] = None
+    step_timeout: Annotated[
+        int | None,
+        _processes(
+            "--step-timeout",
+            "Seconds until a step counts as hung, and all processes end. [default: "
+            "JAXSERVE_STEP_TIMEOUT, 600]",
+        ),
+    ] = None
+
     def join(self) -> bool:
         """Connect the processes, if there are several; return whether this process leads."""
         from jaxserve import sharding
 
         try:
-            group = sharding.join(self.coordinator, self.num_processes, self.process_id)
+            group = sharding.join(
+                self.coordinator,
+                self.num_processes,
+                self.process_id,
+                timeout_s=self.start_timeout,
+                heartbeat_timeout_s=self.heartbeat_timeout,
+                step_timeout_s=self.step_timeout,
+            )
         except ValueError as error:
             raise InvalidConfigError(str(error)) from error
         except sharding.JoinError as error:

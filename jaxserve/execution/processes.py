@@ -232,14 +232,24 @@ class LeadingExecutor(ProcessExecutor):
 
     def submit(self, plan: StepPlan) -> StepHandle:
         self._group.broadcast(plan)
+        with self._group.step() as step:
+            handle, is_ours = self._begun(plan)
+            if is_ours:
+                step.submitted(handle.is_ready)
+        return handle
+
+    def _begun(self, plan: StepPlan) -> tuple[StepHandle, bool]:
+        """Begin a plan; return its handle, and whether the devices of this process compute it."""
         if self._reports is None:
-            return self._executor.submit(plan)
+            return self._executor.submit(plan), True
         elsewhere = _Reported(self._reports, self._number())
         if plan.handovers:
             awaited = self._sent(plan, elsewhere.number) or elsewhere
-            return self._transport.track(plan, elsewhere.number, awaited, self._receive)
+            return self._transport.track(plan, elsewhere.number, awaited, self._receive), False
         self._transport.keep_off(plan)
-        return self._executor.submit(plan) if plan.group == self._own_index else elsewhere
+        if plan.group != self._own_index:
+            return elsewhere, False
+        return self._executor.submit(plan), True
 
     def _receive(self, plan: StepPlan, arrived: Arrived) -> None:
         target = plan.handovers[0].target
@@ -364,11 +374,14 @@ class FollowingExecutor(ProcessExecutor):
     def _carry_out(self, plan: StepPlan, results: _Waits, pages: _Waits) -> None:
         """Carry out this process's part of a plan."""
         number = self._number()
-        if plan.handovers:
-            if (sent := self._sent(plan, number)) is not None:
-                pages.put(partial(self._report, number, sent))
-        elif plan.group == self._own_index:
-            results.put(partial(self._report, number, self._executor.submit(plan)))
+        with self._group.step() as step:
+            if plan.handovers:
+                if (sent := self._sent(plan, number)) is not None:
+                    pages.put(partial(self._report, number, sent))
+            elif plan.group == self._own_index:
+                handle = self._executor.submit(plan)
+                step.submitted(handle.is_ready)
+                results.put(partial(self._report, number, handle))
 
     def _report(self, number: int, awaited: Awaited) -> None:
         content = awaited.collect()

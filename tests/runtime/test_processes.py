@@ -25,6 +25,24 @@ ROOT = Path(__file__).parents[2]
 LAUNCH_LOCAL = str(ROOT / "scripts" / "launch_local.sh")
 JOB = (sys.executable, "-m", "tests.runtime.job")
 CLI = (sys.executable, "-c", f"{HEED_INTERRUPTS}; from jaxserve.cli import main; main()")
+# A job of two processes without devices: the leader hangs in a step, the follower in its program.
+_HANGS = """
+import sys, time
+from multiprocessing.connection import Client, Listener
+from jaxserve.sharding import ProcessGroup
+
+if sys.argv[1] == "leader":
+    with Listener(("127.0.0.1", 0)) as listener:
+        print(listener.address[1], flush=True)
+        group = ProcessGroup(0, 2, {1: listener.accept()}, {1: "far"}, step_s=1)
+    with group.step() as step:
+        step.submitted(lambda: False)
+else:
+    group = ProcessGroup(1, 2, {0: Client(("127.0.0.1", int(sys.argv[2])))}, {})
+    print("connected", flush=True)
+time.sleep(600)
+"""
+HANGS = (sys.executable, "-c", _HANGS)
 CONFIG = tiny.CONFIG | {"num_hidden_layers": 1, "max_position_embeddings": 1 << 14}
 
 
@@ -160,6 +178,35 @@ def test_a_killed_process_ends_all(alone, num_processes, victim):
         assert process.returncode > 0, err
         assert f"process {victim} of {num_processes}" in err and "has died" in err
         assert "start all processes again" in err
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("is_stopped", "said"),
+    [
+        (False, "process 1 of 2 on far began 0 steps, and others 1"),
+        (True, "process 1 of 2 on far did not answer"),
+    ],
+)
+def test_a_hang_ends_all_processes(is_stopped, said):
+    """Each prints the same line and exits with code 1; a stopped process cannot."""
+    leader = _start(*HANGS, "leader")
+    assert leader.stdout is not None
+    follower = _start(*HANGS, "follower", leader.stdout.readline().strip())
+    try:
+        assert follower.stdout is not None and follower.stdout.readline() == "connected\n"
+        if is_stopped:
+            follower.send_signal(signal.SIGSTOP)
+        ended = [leader] if is_stopped else [leader, follower]
+        for process in ended:
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 1, err
+            assert "a step has not ended within 1 s (JAXSERVE_STEP_TIMEOUT sets the limit)" in err
+            assert said in err and "start all processes again" in err
+    finally:
+        for process in (leader, follower):
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.release
