@@ -192,6 +192,12 @@ class RequestBuilder:
             return None
         is_read = params.separate_reasoning or _is_chat(prompt)
         thinking = self._tokenizer.thinking_after(tokens) if is_read else None
+        if thinking is not None and params.is_followed and not thinking.is_writable:
+            raise InvalidRequestError(
+                "a grammar, a schema, a call that is demanded, or max_thinking_tokens need the "
+                "notation of the model's answers, and its response template says only how they are "
+                "read; leave them out"
+            )
         if thinking is None or not params.is_constrained:
             return thinking
         return thinking.up_to_its_mark()

@@ -31,6 +31,7 @@ For calls that end thinking: vLLM's `vllm/parser` (03e8268), sglang's `reasoning
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final
 
@@ -144,6 +145,8 @@ APERTUS = ThinkingFormat(
 APRIEL = ThinkingFormat(
     ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), "\n[BEGIN FINAL RESPONSE]\n"
 )
+# Of a response template that is none of these (`response_template.RegionReader`).
+REGIONS = ThinkingFormat((), (), "")
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _CALL_END = "<|call|>"
 HARMONY = ThinkingFormat(
@@ -195,6 +198,7 @@ class Thinking:
       closing_ids: those that end thinking.
       first_ids, bridge_ids, head_ids: those of the format's fields.
       shown: the control tokens that its text must have for `reader`.
+      make_reader: makes the reader, if it is not that of the format.
     """
 
     format: ThinkingFormat
@@ -205,9 +209,15 @@ class Thinking:
     bridge_ids: tuple[int, ...] = ()
     head_ids: tuple[int, ...] = ()
     shown: frozenset[int] = frozenset()
+    make_reader: Callable[[], ThinkingReader] | None = None
 
     def reader(self) -> ThinkingReader:
-        return self.format.reader(self.opening)
+        return self.make_reader() if self.make_reader else self.format.reader(self.opening)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether what ends thinking can be written, and a grammar bind after it."""
+        return self.make_reader is None
 
     def up_to_its_mark(self) -> Thinking:
         """Return how the answer may think if only the mark ends thinking, and no call does.

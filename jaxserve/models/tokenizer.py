@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final, get_args
@@ -18,7 +18,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
 from jaxserve.models.gguf import GGUFSource
-from jaxserve.models.response_template import formats_of
+from jaxserve.models.response_template import RegionReader, Regions, formats_of
 from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking_of
 from jaxserve.models.tokenizer_files import (
     TokenizerParts,
@@ -69,9 +69,10 @@ class Tokenizer:
         self.response_template = response_template
         self.thinking: ThinkingFormat | None = thinking_of(chat_template or tool_template)
         self.tool_format: ToolFormat = format_of(tool_template or chat_template)
+        self._regions: Regions | None = None
         if response_template is not None:
             known = self.thinking, self.tool_format
-            self.thinking, self.tool_format = formats_of(response_template, *known)
+            self.thinking, self.tool_format, self._regions = formats_of(response_template, *known)
         control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._control_ids = frozenset(control)
         self._control_texts = sorted(control.values(), key=len, reverse=True)
@@ -234,6 +235,9 @@ class Tokenizer:
         if form is None:
             return None
         end = self.decode(prompt[-_NUM_LAST:], skip_special_tokens=False)
+        if self._regions is not None:
+            make_reader = partial(RegionReader, self._regions, end)
+            return Thinking(form, "undecided", shown=self._control_ids, make_reader=make_reader)
         return self._thinking[form.opening(end)]
 
     @cached_property

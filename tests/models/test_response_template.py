@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
+from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import TextAssembler
+from jaxserve.engine.requests import RequestBuilder
 from jaxserve.models import thinking, tool_calls
-from jaxserve.models.response_template import formats_of
+from jaxserve.models.response_template import RegionReader, formats_of
 from jaxserve.models.thinking import Opening, Thinking
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import written
@@ -147,8 +152,9 @@ _CASES = {
 @pytest.mark.parametrize(("template", "thinks", "calls"), _CASES.values(), ids=_CASES)
 def test_a_response_template_says_the_formats(template, thinks, calls, caplog):
     """Whatever the chat template has in it; and both readers then agree about an answer."""
-    assert formats_of(template, None, tool_calls.LIST) == (thinks, calls)
-    assert formats_of(template, thinking.SPOKEN, tool_calls.LLAMA3) == (thinks, calls)
+    assert formats_of(template, None, tool_calls.LIST) == (thinks, calls, None)
+    known = thinking.SPOKEN, tool_calls.LLAMA3
+    assert formats_of(template, *known) == (thinks, calls, None)
     assert not caplog.records
     wanted = [{"name": "f", "arguments": {"a": "b c", "d": "e f"}}]
     first = thinks.first or thinks.starts[0]
@@ -170,29 +176,132 @@ def test_a_response_template_says_the_formats(template, thinks, calls, caplog):
 def test_a_format_with_the_same_marks_is_kept():
     """The chat template's format knows more: in Qwen3.5 a call ends the thinking, too."""
     found = formats_of(_QWEN35, thinking.TAGS_QWEN, tool_calls.QWEN3_CODER)
-    assert found == (thinking.TAGS_QWEN, tool_calls.QWEN3_CODER)
+    assert found == (thinking.TAGS_QWEN, tool_calls.QWEN3_CODER, None)
+
+
+# Blocks that all have the same frame, as in transformers' tests, and tags of nobody's, without a
+# region for the content.
+_BLOCK = {"close": "<|end|>", "repeats": True}
+_FREE = {**_BLOCK, "join": "", "content_args": {"strip": False}}
+_FRAME = r"(?:<\|model\|>)?[^<]*"
+_BLOCKS = _template(
+    thinking={"open_pattern": rf"{_FRAME}<\|thinking\|>", **_FREE},
+    content={"open_pattern": rf"{_FRAME}<\|text\|>", **_FREE},
+    tool_calls={
+        "open_pattern": rf"{_FRAME}<\|json\|>",
+        **_BLOCK,
+        "content": "json",
+        "transform": {"function": {"name": "{content.name}", "arguments": "{content.args}"}},
+    },
+)
+_LINES = _template(
+    reasoning={"open": "<why>", "close": "</why>"},
+    tool_calls={
+        "open_pattern": r"\[call (?P<name>\w+)\]\n",
+        "close": "[/call]",
+        "repeats": True,
+        "content": "kv-lines",
+        "content_args": {"kv_sep": "="},
+        "transform": _FUNCTION,
+    },
+)
+_BLOCKS_TEXT = (
+    "a<|thinking|> b c<|end|><|model|><|text|>d\n<|end|><|model|><|text|> e<|end|>"
+    '<|model|>f<|json|>{"name": "g", "args": {"x": 1}}<|end|>'
+)
+_LINES_TEXT = "<why>\n b c\n</why>\n\nd\n e\n\n[call g]\nx=1\ny=h i\n[/call]\n[call j]\n[/call]"
+
+
+def _read_regions(template: dict[str, Any], pieces: Sequence[str], prompt: str = "") -> Any:
+    """Return the reasoning, the content, and the names and arguments of the calls."""
+    thinks, calls, regions = formats_of(template, thinking.TAGS, tool_calls.LIST)
+    assert (thinks, calls) == (thinking.REGIONS, tool_calls.HERMES) and regions is not None
+    reader = RegionReader(regions, prompt)
+    found = [*map(reader.push, pieces), reader.finish()]
+    content, made = read(calls, ["".join(text for _, text in found)], {})
+    return "".join(text for text, _ in found), content, [(n, json.loads(a)) for n, a in made]
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "text", "reasoning", "content", "calls"),
     [
-        (
-            _template(
-                thinking={"open_pattern": r"[^<]*<\|content_thinking\|>", "close": "<|end|>"},
-                tool_calls={"open": "<|json|>", "close": "<|end|>", "content": "json"},
-            ),
-            "reads reasoning in a form that is not supported",
-        ),
-        (_template(content={"open": 1}), "is not valid"),
-        ({"fields": {}}, "is not valid"),
+        (_BLOCKS, _BLOCKS_TEXT, " b c", "d\n e", [("g", {"x": 1})]),
+        (_LINES, _LINES_TEXT, "b c", "d\n e", [("g", {"x": "1", "y": "h i"}), ("j", {})]),
     ],
 )
-def test_a_response_template_that_is_not_known_changes_nothing(template, said, caplog):
+def test_other_answers_are_read_by_the_regions(template, text, reasoning, content, calls):
+    """As transformers reads them, and alike however they are cut."""
+    theirs = parse_response(text, template, prefix="")
+    assert reasoning == theirs.get("thinking", theirs.get("reasoning"))
+    assert content == theirs.get("content", content)
+    made = [call["function"] for call in theirs["tool_calls"]]
+    assert [(call["name"], call["arguments"]) for call in made] == calls
+    wanted = reasoning, content, calls
+    assert _read_regions(template, [text]) == _read_regions(template, text) == wanted
+    for at in range(len(text)):
+        assert _read_regions(template, [text[:at], text[at:]]) == wanted
+
+
+def test_the_regions_of_a_stream_of_tokens():
+    """In pieces the same as the whole, and the tokens of the thinking are counted."""
+    tokenizer = byte_level(chat_template="{{ 1 }}", response_template=_LINES)
+    thinks = tokenizer.thinking_after(tokenizer.encode("<answer>"))
+    assert thinks is not None and not thinks.is_writable
+    decoder = tokenizer.stream_decoder(shown=thinks.shown)
+    assembler = TextAssembler(decoder, (), thinking=thinks)
+    parts = []
+    for token in tokenizer.encode(_LINES_TEXT, False):
+        assembler.push([token])
+        parts.append(assembler.take(is_final=False))
+    assembler.finish()
+    parts.append(assembler.take(is_final=True))
+    assert tuple("".join(each) for each in zip(*parts, strict=True)) == assembler.parts()
+    assert assembler.parts()[0] == "b c" and assembler.parts()[1].startswith("d\n e<tool_call>")
+    thought = _LINES_TEXT[: _LINES_TEXT.index("\n\nd")]
+    assert assembler.num_reasoning == len(tokenizer.encode(thought, False))
+
+
+def test_regions_may_begin_in_the_prompt():
+    """What it has of the answer is not repeated, and what is before that is not read."""
+    prompt = "<|text|>z<answer><|thinking|>"
+    assert _read_regions(_BLOCKS, ["b<|end|><|text|>c"], prompt) == ("b", "c", [])
+    regions = formats_of(_BLOCKS, None, tool_calls.LIST)[2]
+    assert regions is not None
+    reader = RegionReader(regions, prompt)
+    assert reader.push("b") == ("b", "") and reader.phase == "thinking" and reader.has_thought
+    assert reader.push("<|end|>") == ("", "") and reader.phase == "answer"
+    assert RegionReader(regions, "<|thinking|>").phase == "start"  # of an earlier answer
+
+
+def test_calls_that_are_cut_or_broken():
+    """The end of the answer drops what it cuts; what no parser reads stays as text."""
+    at = _BLOCKS_TEXT.index('"args"')
+    assert _read_regions(_BLOCKS, [_BLOCKS_TEXT[:at]]) == (" b c", "d\n e", [])
+    broken = _BLOCKS_TEXT.replace("1}}", "1}")
+    assert _read_regions(_BLOCKS, [broken]) == _read_regions(_BLOCKS, broken)
+    assert _read_regions(_BLOCKS, [broken])[1:] == ('d\n e{"name": "g", "args": {"x": 1}', [])
+
+
+def test_what_is_read_only_cannot_be_demanded():
+    """No grammar and no budget: nobody says how such an answer is written."""
+    tokenizer = byte_level(chat_template="{{ messages[0].content }}", response_template=_BLOCKS)
+    requests = RequestBuilder(
+        tokenizer, eos_token_ids=(), vocab_size=400, max_prompt_tokens=lambda: 99, seed=0
+    )
+    chat = [{"role": "user", "content": "a"}]
+    for params in ({"regex": "a"}, {"max_thinking_tokens": 3}):
+        with pytest.raises(InvalidRequestError, match="response template"):
+            requests.build(chat, SamplingParams(**params), 0.0)
+    assert requests.build(chat, SamplingParams(), 0.0).thinking is not None
+
+
+@pytest.mark.parametrize("template", [_template(content={"open": 1}), {"fields": {}}])
+def test_a_response_template_that_is_not_valid_changes_nothing(template, caplog):
     """A warning says so, and what the chat template has in it counts."""
     with caplog.at_level(logging.WARNING):
         found = formats_of(template, thinking.TAGS, tool_calls.HERMES)
-    assert found == (thinking.TAGS, tool_calls.HERMES)
-    assert said in caplog.text
+    assert found == (thinking.TAGS, tool_calls.HERMES, None)
+    assert "is not valid" in caplog.text
 
 
 def test_a_folder_s_response_template_counts(tmp_path):
