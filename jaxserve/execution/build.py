@@ -131,7 +131,9 @@ class PlacedModel:
         """Compile the largest steps, and return the bytes of their temporaries."""
         cache = self.abstract_cache(num_pages)
         if self.part is None:
-            return programs.step_bytes(params, cache)
+            # A pool that leaves little room must leave room for these, too.
+            has_heads = not leaves_room(programs.shelf.devices[0])
+            return programs.step_bytes(params, cache, has_heads=has_heads)
         layers, whole = self.part.stage.layers, self.spec.model_config
         embed = whole.hidden_size if layers.start else None
         is_last = layers.stop == whole.num_layers

@@ -36,6 +36,8 @@ from jaxserve.steps.packing import (
     MixedBatch,
     Params,
     loop_sizes,
+    no_masks,
+    pack_choosing,
     pack_rows,
     pack_window,
 )
@@ -243,6 +245,36 @@ class Programs:
             lowered = self._encoding_steps(params, cache, slots, batch)
         return steps + [step.compile() for step in lowered]
 
+    def compiled_heads(self, params: Params, cache: KVCache) -> list[Any]:
+        """Return the largest functions that follow a mixed step: sampling, and scores of prompts.
+
+        They read the vocabulary for many rows. The cache may be abstract.
+        """
+        if not self.model_config.generates:
+            return []
+        cache, slots = self._placed(cache)
+        batch, size = self._largest_batch(), self.config.max_slots
+        body = self.prepare_mixed(params, cache, slots, batch, None, self._incoming(cache))
+        hidden, row_hidden, tapped = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.place.whole),
+            tuple(body.out_info)[1:],
+        )
+        sample = partial(self.mixed_head.prepare, params, slots, row_hidden)
+        verify = partial(self.verifying_head.prepare, params, slots, row_hidden)
+        choosing = pack_choosing(self.config, (), size)
+        after = (tapped, self.probe_params)
+        masks = no_masks(size, self.model_config.vocab_size)
+        full = Variant.FULL
+        return prepared_together(
+            partial(sample, np.full(size, size, np.int32), *after, variant=full),
+            partial(self.prompt_logprobs.prepare, params, slots, hidden, batch),
+            *(
+                [partial(verify, choosing, *after, masks, variant=full)]
+                if self.config.num_proposed
+                else []
+            ),
+        )
+
     def prepare_mixed(
         self,
         params: Params,
@@ -279,17 +311,23 @@ class Programs:
             num_proposed=num_proposed,
         )
 
-    def step_bytes(self, params: Params, cache: KVCache) -> int:
-        """Return the memory of `compiled_steps` in addition to their arguments; measured once."""
+    def step_bytes(self, params: Params, cache: KVCache, *, has_heads: bool = False) -> int:
+        """Return the memory of `compiled_steps` in addition to their arguments; measured once.
+
+        `has_heads` includes that of `compiled_heads`.
+        """
         leaves, structure = jax.tree.flatten((params, cache))
-        arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        arguments = structure, shapes, has_heads
         if arguments not in self._step_bytes:
-            measure = partial(self._measured_step_bytes, params, cache)
-            self._step_bytes[arguments] = self.shelf.number("step_bytes", leaves, measure)
+            measure = partial(self._measured_step_bytes, params, cache, has_heads)
+            name = "step_bytes, heads" if has_heads else "step_bytes"
+            self._step_bytes[arguments] = self.shelf.number(name, leaves, measure)
         return self._step_bytes[arguments]
 
-    def _measured_step_bytes(self, params: Params, cache: KVCache) -> int:
-        return largest_step_bytes(self.compiled_steps(params, cache))
+    def _measured_step_bytes(self, params: Params, cache: KVCache, has_heads: bool) -> int:
+        heads = self.compiled_heads(params, cache) if has_heads else []
+        return largest_step_bytes([*self.compiled_steps(params, cache), *heads])
 
     def compiled_stage_steps(
         self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool

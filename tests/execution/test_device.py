@@ -438,3 +438,21 @@ def test_the_costliest_variant_takes_the_most_memory():
     ]
     assert needed == sorted(needed)
     assert largest_step_bytes(programs.compiled_steps(params, cache)[1:]) == needed[-1]
+
+
+@pytest.mark.release
+def test_a_pool_leaves_room_for_the_heads():
+    """Sampling, checks of proposals and scores of prompts may need more than a step."""
+    model = tiny_llama()
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    config = replace(CONFIG, num_proposed=4)
+    programs = Programs(graphdef, config, model.config, place)
+    cache = jax.eval_shape(
+        lambda: empty_cache(model.config, 100, config.page_size, jnp.float32, "unrolled")
+    )
+    steps, heads = programs.compiled_steps(params, cache), programs.compiled_heads(params, cache)
+    assert len(heads) == 3 and all(largest_step_bytes([head]) > 0 for head in heads)
+    assert programs.step_bytes(params, cache) == largest_step_bytes(steps)
+    both = largest_step_bytes([*steps, *heads])
+    assert programs.step_bytes(params, cache, has_heads=True) == both
