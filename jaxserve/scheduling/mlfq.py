@@ -72,8 +72,9 @@ class Levels:
             place = self._places[sequence] = _Place(level, arrival_s)
         return place.level, arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> None:
+    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
         quantum, promotes_s = self._settings.quantum, self._settings.promotes_s
+        has_changed = False
         for sequence, place in list(self._places.items()):
             if sequence.phase is Phase.FINISHED:
                 del self._places[sequence]
@@ -86,5 +87,8 @@ class Levels:
                 while place.num_here >= quantum << place.level:
                     place.num_here -= quantum << place.level
                     place.level += 1
+                    has_changed = True
             elif now_s - place.served_s >= promotes_s:
+                has_changed = has_changed or place.level > 0
                 place.level, place.num_here, place.served_s = 0, 0, now_s
+        return has_changed

@@ -163,10 +163,7 @@ class OrderKeys:
 
     def have_changed(self, waiting: Iterable[Sequence], now_s: float) -> bool:
         """Return whether all keys must be taken again before the next step is planned."""
-        if self._service is None:
-            return False
-        self._service.update(waiting, now_s)
-        return True
+        return self._service is not None and self._service.update(waiting, now_s)
 
     def of(self, sequence: Sequence) -> Any:
         return self._keys[sequence.key]

@@ -119,16 +119,19 @@ class OrderState(Protocol):
         """
         ...
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> None:
-        """Take in what was planned since the last call, before all keys are computed again."""
+    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+        """Take in what was planned since the last call; return whether the order may change.
+
+        It is called before each step. If it returns True, all keys are computed again.
+        """
         ...
 
 
 class ServiceOrder(ABC):
     """An order by what sequences have had so far, whose keys change while they wait and run.
 
-    Its settings are frozen, as those of any `Order`, and a state serves one scheduler. All keys are
-    computed again before each step, which costs a look at every sequence that waits.
+    Its settings are frozen, as those of any `Order`, and a state serves one scheduler. New keys
+    cost a look at every sequence that waits.
     """
 
     heeds_bounds: ClassVar[bool] = False

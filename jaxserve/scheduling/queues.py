@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, final
@@ -228,12 +228,23 @@ class WaitingPool:
 
     def sort(self) -> None:
         """Recompute every key, because limits or estimates changed that the order uses."""
-        entries = [
+        self._set_sorted(
             self._new_entry(entry.sequence, block.num_passed + entry.num_passed)
             for block in self._blocks
             for entry in block.entries
-        ]
-        entries.sort(key=_place)
+        )
+
+    def sort_by_service(self) -> None:
+        """Recompute every key, because of what sequences have had; they need as much as before."""
+        for block in self._blocks:
+            for entry in block.entries:
+                self._keys.take(entry.sequence)
+                entry.place = self._keys.of(entry.sequence), entry.sequence.key
+                entry.num_passed += block.num_passed
+        self._set_sorted(entry for block in self._blocks for entry in block.entries)
+
+    def _set_sorted(self, unsorted: Iterable[_Entry]) -> None:
+        entries = sorted(unsorted, key=_place)
         size = _MAX_ENTRIES // 2
         self._blocks = [_EntryBlock(entries[i : i + size]) for i in range(0, len(entries), size)]
 
@@ -467,7 +478,7 @@ class Queues:
             for sequence in self.running:
                 self.keys.take(sequence)
             self.running.sort(key=self.keys.of)
-            self.waiting.sort()
+            self.waiting.sort_by_service()
 
     def have_advanced(self) -> None:
         if self._headroom is not None:

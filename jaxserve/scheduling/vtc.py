@@ -68,7 +68,7 @@ class TokenCounters:
         counter = self._served[_tenant(sequence)] + self._ahead.get(sequence.key, 0.0)
         return counter, arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> None:
+    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
         for sequence in list(self._counted):
             self._count(sequence)
         first = [each for each in waiting if each.times.admitted_s is None]
@@ -79,9 +79,11 @@ class TokenCounters:
         ahead: defaultdict[str | None, float] = defaultdict(float)
         self._ahead.clear()
         for sequence in first:
-            self._ahead[sequence.key] = ahead[_tenant(sequence)]
-            ahead[_tenant(sequence)] += self._prices.prompt_price * sequence.prompt_length
+            tenant = _tenant(sequence)
+            self._ahead[sequence.key] = ahead[tenant]
+            ahead[tenant] += self._prices.prompt_price * sequence.prompt_length
         self._drop_idle()
+        return len(self._waiting) > 1
 
     def _arrive(self, sequence: Sequence) -> None:
         tenant = _tenant(sequence)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.pending import Pending
 from jaxserve.runtime import Service
 from jaxserve.server import ServerOptions, running
@@ -25,12 +26,14 @@ class Watched:
     def __init__(self, service: Any):
         self._service = service
         self.threads: list[str] = []
+        self.tenants: list[str | None] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
     def submit(self, *arguments: Any, **options: Any) -> Pending[Completion]:
         self.threads.append(threading.current_thread().name)
+        self.tenants.append(next(a for a in arguments if isinstance(a, SamplingParams)).tenant)
         return self._service.submit(*arguments, **options)
 
 
@@ -74,6 +77,27 @@ def test_what_takes_time_has_a_thread(served, body):
     url, watched, _ = served
     assert post(url, "/v1/completions", body).is_success
     assert watched.threads[-1] != ON_LOOP
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "user": "me"}),
+        ("/v1/chat/completions", {"messages": CHAT, "user": "me"}),
+        ("/v1/responses", {"input": "a", "user": "me", "max_output_tokens": 16}),
+        ("/v1/messages", {"messages": CHAT, "metadata": {"user_id": "me"}}),
+    ],
+)
+def test_who_asks_is_the_tenant(served, path, body):
+    """A policy can then serve all of them equally; without a name there is no tenant."""
+    url, watched, _ = served
+    if "max_output_tokens" not in body:
+        body = {**body, "max_tokens": 2}
+    for given, tenant in ((body, "me"), ({k: v for k, v in body.items() if v != "me"}, None)):
+        if "metadata" in given and tenant is None:
+            given = {**given, "metadata": {}}
+        assert post(url, path, given).is_success
+        assert watched.tenants[-1] == tenant
 
 
 def test_threads_take_turns_sooner_while_a_server_runs():
