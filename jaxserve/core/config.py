@@ -7,6 +7,7 @@ from typing import Self, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
+from jaxserve.core.page_layout import PageLayout, page_layout
 
 # Sizes of mixed steps double from the first number of tokens on. Below it there are sizes between
 # powers of two, if the largest step has at least the second number.
@@ -20,6 +21,8 @@ _OUTGOING_SHARE = 64
 # The same for pages from the host. The other sequences of the step wait for them.
 _INCOMING_PAGES = 64
 _INCOMING_SHARE = 256
+# Steps of a device group that may be submitted, or planned, and not read at a time.
+_STEPS_AHEAD = 3
 # What a request that pools gets: its prompt's last hidden state, the mean of all, or the logits of
 # the model's labels for the last one.
 POOLINGS = ("last", "mean", "labels")
@@ -84,6 +87,9 @@ class EngineConfig:
     # The model keeps a state of each sequence in its slot, with or without pages. Pages alone do
     # not continue a sequence then, so none are kept or shared.
     has_slot_state: bool = False
+    # The window of each layer with keys and values, if layers with equal windows share page tables
+    # (`PageLayout`); empty if one table serves all layers.
+    layer_windows: tuple[int | None, ...] = ()
     max_adapters: int = 0  # maximum number of adapters; 0 for steps without adapters
     pooling: str = "last"  # one of `POOLINGS`
 
@@ -97,6 +103,13 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"num_pages={self.num_pages} is too small; the pool needs the null page and at "
                 "least one more, so pass more kv_memory"
+            )
+        if self.page_layout.is_grouped and (
+            self.num_host_pages or self.num_proposed or self.has_encoder or self.has_slot_state
+        ):
+            raise InvalidConfigError(
+                f"layer_windows={self.layer_windows} is not allowed with pages of the host, "
+                "speculation, an encoder or states in slots; omit it"
             )
         if self.num_host_pages < 0:
             raise InvalidConfigError(
@@ -168,8 +181,27 @@ class EngineConfig:
         return replace(self, num_proposed=0, drafts=False)
 
     @property
-    def max_pages_per_sequence(self) -> int:
+    def page_layout(self) -> PageLayout:
+        return page_layout(self.layer_windows)
+
+    @property
+    def answer_stride(self) -> int:
+        """The most positions that plans are ahead of an answer's tokens that were read."""
+        return _STEPS_AHEAD * self.max_decode_iterations * (1 + self.num_proposed)
+
+    @property
+    def prompt_stride(self) -> int:
+        """The same while a prompt is computed, which a plan can be ahead of by its own rows."""
+        return max(self.max_step_tokens, self.answer_stride)
+
+    @property
+    def max_pages_per_table(self) -> int:
         return -(-self.max_context // self.page_size)
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        """The most pages that a sequence holds at once."""
+        return self.page_layout.most_pages(self.max_context, self.page_size, self.prompt_stride)
 
     @property
     def admission_buckets(self) -> tuple[int, ...]:
@@ -199,9 +231,18 @@ class EngineConfig:
         return self.incoming_pages or max(_INCOMING_PAGES, self.num_pages // _INCOMING_SHARE)
 
     @property
+    def pool_tokens(self) -> int:
+        """The tokens that fit in the pool if every page table has all of them."""
+        return (self.num_pages - 1) // self.page_layout.num_tables * self.page_size
+
+    @property
     def max_length(self) -> int:
         """Maximum number of tokens of a sequence that fit in the context and in the pool."""
-        return min(self.max_context, (self.num_pages - 1) * self.page_size)
+        if not self.page_layout.is_grouped:
+            return min(self.max_context, (self.num_pages - 1) * self.page_size)
+        return self.page_layout.most_tokens(
+            self.num_pages - 1, self.page_size, self.prompt_stride, self.max_context
+        )
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -42,6 +42,13 @@ def mix(a: int, b: int) -> int:
     return (value ^ (value >> 29)) & _MASK
 
 
+def _mix_all(a: np.ndarray, b: int) -> np.ndarray:
+    """Return `mix` of each element."""
+    constant = np.uint64((b * 1442695040888963407 + 1013904223) % 2**64)
+    value = a.astype(np.uint64) * np.uint64(6364136223846793005) + constant & np.uint64(_MASK)
+    return (value ^ (value >> np.uint64(29))).astype(np.int64)
+
+
 @final
 class SimulatedHandle:
     """A step that is ready at its virtual time; collecting it advances the clock."""
@@ -366,11 +373,39 @@ class SimulatedExecutor(Executor):
             if start not in (0, slot.num_in_state):
                 raise AssertionError("a row must begin where the state of its slot ends")
             slot.num_in_state = start + count
+        layout = self.config.page_layout
+        if layout.is_grouped and start:
+            self._check_windows(slot, start)
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
             context = mix(context, slot.tokens[position])
-            page, offset = self._cell(slot, position)
-            self._cells[page, offset] = context
+            for table in range(layout.num_tables):
+                # What a table has differs from what the others have.
+                own = mix(context, table) if table else context
+                self._cells[self._cell(slot, position, table)] = own
+
+    def _check_windows(self, slot: _Slot, start: int) -> None:
+        """Raise AssertionError unless a query at `start` sees its context in every table."""
+        layout = self.config.page_layout
+        whole = layout.groups[0].window or start  # which table 0 has
+        for group in layout.groups:
+            first = max(0, start - min(whole, group.window or start) + 1)
+            for table in layout.tables(group) if group.window is not None else ():
+                wanted = self._context(slot, 0, first, start)
+                if table:
+                    wanted = _mix_all(wanted, table)
+                if not np.array_equal(self._context(slot, table, first, start), wanted):
+                    raise AssertionError(f"position {start} does not see its window")
+
+    def _context(self, slot: _Slot, table: int, start: int, stop: int) -> np.ndarray:
+        """Return the values of a table at positions `start` to `stop`."""
+        size, num_tables = self.config.page_size, self.config.page_layout.num_tables
+        indices = range(start // size, -(-stop // size))
+        pages = [slot.page_table.get(i * num_tables + table, NULL_PAGE) for i in indices]
+        if NULL_PAGE in pages:
+            raise AssertionError(f"positions {start} to {stop} are outside the page table")
+        begin = start - indices.start * size
+        return self._cells[pages].ravel()[begin : begin + stop - start]
 
     def _encode(self, slot: _Slot, row: Row) -> None:
         """Write hashes of the whole prompt at each of its positions, padding included."""
@@ -385,7 +420,16 @@ class SimulatedExecutor(Executor):
             self._cells[page, offset] = mix(whole, position)
 
     def _read_all(self, slot: _Slot) -> int:
-        num_tokens = len(slot.tokens)
+        num_tokens, layout = len(slot.tokens), self.config.page_layout
+        if layout.is_grouped:
+            self._check_windows(slot, num_tokens)
+            read = 0
+            for group in layout.groups:
+                first = max(0, num_tokens - (group.window or num_tokens))
+                for table in layout.tables(group):
+                    seen = self._context(slot, table, first, num_tokens)
+                    read ^= int(np.bitwise_xor.reduce(seen))
+            return read
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]
         return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
@@ -395,11 +439,12 @@ class SimulatedExecutor(Executor):
         read = range(end - num_tokens, end if self._reads_context else 0)
         return np.array([sum(self._read(slot, position) % 997 for position in read)], np.float32)
 
-    def _read(self, slot: _Slot, position: int) -> int:
-        return int(self._cells[self._cell(slot, position)])
+    def _read(self, slot: _Slot, position: int, table: int = 0) -> int:
+        return int(self._cells[self._cell(slot, position, table)])
 
-    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
-        page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
+    def _cell(self, slot: _Slot, position: int, table: int = 0) -> tuple[int, int]:
+        number = position // self.config.page_size * self.config.page_layout.num_tables + table
+        page = slot.page_table.get(number, NULL_PAGE)
         if page == NULL_PAGE:
             raise AssertionError(f"position {position} is outside the page table")
         return page, position % self.config.page_size

@@ -104,6 +104,8 @@ class PageCache:
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._by_host_page: dict[int, CachedPage] = {}
+        # Pages behind their sequences' windows, oldest first, and their uses at the time.
+        self._passed: dict[CachedPage, int] = {}
         # Keys of evicted pages, the latest last.
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self.incoming = IncomingCopies()
@@ -209,6 +211,17 @@ class PageCache:
 
     # ---- what goes ----
 
+    def pass_by(self, device_pages: Iterable[int]) -> None:
+        """Record that these pages are behind their sequence's window: they are reclaimed first.
+
+        A page counts until another sequence uses it.
+        """
+        for device_page in device_pages:
+            page = self._by_page.get(device_page)
+            if page is not None:
+                self._passed.pop(page, None)
+                self._passed[page] = page.num_uses
+
     def evict(self, page: CachedPage) -> None:
         self.evict_from_device(page)
         self._evict_from_host(page)
@@ -218,6 +231,7 @@ class PageCache:
         if page.device_page is None:
             return
         self.incoming.drop(page.device_page)
+        self._passed.pop(page, None)
         self.pool.evict(page.device_page)
         del self._by_page[page.device_page]
         page.leave_device()
@@ -295,12 +309,19 @@ class PageCache:
 
     def _reclaim(self, count: int) -> None:
         for _ in range(count):
-            page = self._victims.lowest()
+            page = self._next_passed() or self._victims.lowest()
             assert page is not None, "more pages are reserved than cached"
             may_copy = page.host_page is None and len(self._copies_out) < self._max_pages_out
             if may_copy and self._values.is_worth_copying(page):
                 self._copy_out(page)
             self.evict_from_device(page)
+
+    def _next_passed(self) -> CachedPage | None:
+        while self._passed:
+            page = next(iter(self._passed))
+            if self._passed.pop(page) == page.num_uses and self.is_cached(page):
+                return page
+        return None
 
     def _copy_ahead(self, free_share: float) -> None:
         if not self.max_host_pages:

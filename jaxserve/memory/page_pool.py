@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
@@ -323,7 +324,12 @@ class PageTable:
 
     The reservation is the number of pages that the sequence owns or may still allocate. `reserve`
     raises it, `allocate` uses it, `trim` gives pages back to it, `close` ends it.
+
+    Attributes:
+      max_end: no plan may compute a position from here on.
     """
+
+    max_end = sys.maxsize
 
     def __init__(self, pool: PagePool, page_size: int):
         self._pool = pool
@@ -338,6 +344,10 @@ class PageTable:
     def page(self, index: int) -> int:
         """Return one entry of `pages`, without a copy of the whole list."""
         return self._pages[index]
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Return (index, page) of the owned pages."""
+        return list(enumerate(self._pages))
 
     @property
     def num_pages(self) -> int:

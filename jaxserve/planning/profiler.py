@@ -287,7 +287,7 @@ class StepBench:
         """Return the edits of slots of a plan for `reset`."""
         config = self.config
         encoded = [self._first] * len(contexts) if encoded is None else encoded
-        num_pages = -(-max(room, *contexts, 1) // config.page_size)
+        num_pages = -(-max(room, *contexts, 1) // config.page_size) * config.page_layout.num_tables
         pages = 1 + np.arange(len(contexts) * num_pages) % (config.num_pages - 1)
         return {
             "releases": tuple(self._live),

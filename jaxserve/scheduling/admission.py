@@ -226,6 +226,7 @@ class ExpectedPeak:
     ):
         self._sequences = list(running)
         self._page_size = config.page_size
+        self._layout = config.page_layout
         self._lengths = lengths
         self._margin = margin
         self._preemption = preemption
@@ -292,7 +293,7 @@ class ExpectedPeak:
             assert everything is not None
             self._uses.clear()
             self._longest = max(forecast.longest, everything.longest)
-            self._use = everything.memory(self._held(self._sequences), self._longest)
+            self._use = everything.memory(self._held(self._sequences), self._longest, self._layout)
             self._margins = self._margins_at(memory_times(self._longest))
         sequences = [sequence]
         if self._has_admitted:  # after an admission more are likely
@@ -300,7 +301,7 @@ class ExpectedPeak:
             sequences += [each for each in following() if each is not sequence]
             forecast = self._lengths.forecast(sequences, even_if_unknown=True)
             assert forecast is not None, "a sequence has an estimate"
-        uses = forecast.memory_of_each(self._held(sequences), self._longest)
+        uses = forecast.memory_of_each(self._held(sequences), self._longest, self._layout)
         ends = forecast.longest_of_each().tolist()
         self._uses |= {
             each.key: use

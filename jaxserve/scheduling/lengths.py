@@ -11,6 +11,7 @@ from typing import final
 
 import numpy as np
 
+from jaxserve.core.page_layout import ONE_GROUP, PageLayout
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.predictor import LengthBuckets, LengthDistributions, Refinement
@@ -148,23 +149,33 @@ class Forecast:
         longest = np.where(known > 0, np.minimum(known, self._left), self._left)
         return np.maximum(longest, 1.0)
 
-    def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
+    def memory(self, held: np.ndarray, longest: float, layout: PageLayout = ONE_GROUP) -> MemoryUse:
         """Return the memory in use until `longest`, with `held` tokens of each in memory now.
 
-        A sequence that ends frees its memory, so the peak is below the sum of final lengths.
+        A sequence that ends frees its memory, so the peak is below the sum of final lengths. A
+        token counts once for each page table that keeps it.
         """
-        used, free = self._memory(held, longest)
+        used, free = self._memory(held, longest, layout)
         return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
 
-    def memory_of_each(self, held: np.ndarray, longest: float) -> list[MemoryUse]:
+    def memory_of_each(
+        self, held: np.ndarray, longest: float, layout: PageLayout = ONE_GROUP
+    ) -> list[MemoryUse]:
         """Return the `memory` of each sequence alone, equal to the last bit."""
-        used, free = self._memory(held, longest)
+        used, free = self._memory(held, longest, layout)
         return [MemoryUse(*each) for each in zip(used, used * free, strict=True)]
 
-    def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
+    def _memory(
+        self, held: np.ndarray, longest: float, layout: PageLayout
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean tokens in memory, and those freed, if none ended [sequences, times]."""
         times = memory_times(longest)
         tokens = held[:, None] + times
+        if layout.is_grouped:
+            tokens = sum(
+                group.num_tables * np.minimum(tokens, group.window or np.inf)
+                for group in layout.groups
+            )
         used = self.survival(times)
         used *= tokens
         return used, tokens - used

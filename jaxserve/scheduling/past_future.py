@@ -64,7 +64,7 @@ class SampledPeak:
         self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker, how: PastFuture
     ):
         self._sequences = list(running)
-        self._page_size = config.page_size
+        self._page_size, self._layout = config.page_size, config.page_layout
         self._past = np.sort(np.asarray(lengths.past, np.int64))
         num_draws = 1 + how.num_sampled // max(1, len(running))
         self._num_draws = min(num_draws, how.max_draws)
@@ -84,7 +84,9 @@ class SampledPeak:
             self._asked = sequence, (held, np.hstack([self._left, own_left]))
         now = sum(each.kv.table.reservation for each in self._sequences)
         now += sequence.kv.table.pages_for(sequence.planned_length + 1)
-        peak = math.ceil(peak_tokens(*self._asked[1]) / self._page_size)
+        held, left = self._asked[1]
+        kept = self._layout.kept_tokens(peak_tokens(held, left), len(held))
+        peak = math.ceil(kept / self._page_size)
         return self._reserve + max(0, peak - now)
 
     def admitted(self, sequence: Sequence) -> None:

@@ -153,7 +153,7 @@ class StepPlan:
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
       extensions: tokens that slots get without having been chosen by the model.
-      page_updates: (slot, index in the slot's page table, page).
+      page_updates: (slot, number in the slot's page tables (`PageLayout`), page).
       rows: the step's work. In a mixed step a sequence may have several, of increasing positions:
         its pages already have what is between them (thesis, section 3.4.3.4). A row may read what
         rows before it write.

@@ -374,6 +374,7 @@ class Scheduler:
         `open_groups` may be given a step, with `plan.LINK` for the link.
         """
         self._kv.retrieval.take_in()
+        self._kv.leave_windows(self._queues.running)
         step = self._selected(open_groups)
         if step.is_futile:  # but now there is room for other sequences, or for more of the same
             step = self._selected(open_groups)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
+from jaxserve.memory.grouped_table import GroupedPageTable
 from jaxserve.memory.page_pool import PageTable
 
 # Pages of a waiting sequence that one step considers for prefetching.
@@ -82,7 +83,7 @@ class SequenceKV:
         it.
     """
 
-    table: PageTable
+    table: PageTable | GroupedPageTable
     group: int = 0
     num_computed: int = 0
     ahead: list[tuple[int, int]] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from typing import final
@@ -299,6 +300,8 @@ class Step:
         not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
+        num_allowed = sequence.kv.table.max_end - sequence.kv.num_computed
+        num_tokens = max(0, min(num_tokens, num_allowed))
         num_rows_left = self.config.max_slots - self._rows.num_taken
         if sequence.kv.num_computed >= num_encoded:
             return sequence.kv.next_spans(num_tokens, num_rows_left)
@@ -340,7 +343,9 @@ class Step:
         found = self._speculation.suggested(sequence)
         rows_left = self.config.max_slots - len(self._queues.running) - self._rows.num_proposed
         num = sequence.num_uncomputed + len(found)
-        missing = sequence.kv.table.num_missing(sequence.kv.num_computed + num)
+        table, end = sequence.kv.table, sequence.kv.num_computed + num
+        missing = 0 if end <= table.max_end else sys.maxsize
+        missing = missing or table.num_missing(end)
         fits = missing <= (self._kv.num_available if self._extends else 0) and num <= 1 + spare
         return found if fits and len(found) < min(rows_left + 1, sequence.num_outputs_left) else ()
 
@@ -365,7 +370,7 @@ class Step:
         count, most = min(max_iterations, *left), [1] * len(decoding)
         if self._speculating.num_proposed:
             most = [self._speculation.most_tokens(s, len(decoding)) for s in decoding]
-        growth = Growth(decoding, self.config.page_size)
+        growth = Growth(decoding, self.config)
         while (num := count * max(most)) > 1 and growth.num_missing(num) > self._kv.num_available:
             if count == 1:
                 self._speculating, most = NOT_SPECULATING, [1] * len(decoding)
@@ -419,7 +424,7 @@ class Step:
         if arrived := queues.take_arrived(group):
             self._new_pages = [each for each in self._new_pages if each[0] not in arrived]
         for sequence in arrived:
-            self._new_pages += [(sequence, *e) for e in enumerate(sequence.kv.table.pages)]
+            self._new_pages += [(sequence, *entry) for entry in sequence.kv.table.entries()]
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
         for sequence in self.sequences:
             sequence.submitted()
@@ -473,7 +478,7 @@ class Step:
                 if self._has_outgrown(sequence):
                     self._preempt(sequence, has_outgrown=True)
             decoding = [s for s in decoding if s.slot is not None]
-        while Growth(decoding, self.config.page_size).num_missing(1) > self._kv.num_available:
+        while Growth(decoding, self.config).num_missing(1) > self._kv.num_available:
             self._preempt_one()
             decoding = [s for s in decoding if s.slot is not None]
         return decoding

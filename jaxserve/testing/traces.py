@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import GrammarTooComplexError
+from jaxserve.core.page_layout import page_layout
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
@@ -65,7 +66,7 @@ def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
 
     Some have no length limit, and predictions of any quality; see `random_prediction`.
     """
-    longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
+    longest = config.max_length - 1
     requests = []
     for i in range(rng.randint(1, 20)):
         temperature = rng.choice([0.0, 1.0])
@@ -216,6 +217,7 @@ class Trace:
       pooling: about half of the requests pool in this way; None for none.
       speculates: decode loops deliver tokens that were proposed.
       incoming_pages: see `EngineConfig`.
+      layer_windows: windows of layers in page groups; see `EngineConfig`.
 
     Attributes:
       requests: those that arrive by themselves.
@@ -241,10 +243,19 @@ class Trace:
         pooling: str | None = None,
         speculates: bool = False,
         incoming_pages: int | None = None,
+        layer_windows: tuple[int | None, ...] = (),
     ):
         rng = random.Random(seed)
         self.seed = seed
         self.config = replace(random_config(rng), incoming_pages=incoming_pages)
+        if layer_windows:
+            self.config = replace(
+                self.config,
+                num_pages=1 + (self.config.num_pages - 1) * page_layout(layer_windows).num_tables,
+                num_host_pages=0,
+                restore="on_admission",
+                layer_windows=layer_windows,
+            )
         if speculates:
             self.config = replace(self.config, num_proposed=1 + seed % 5)
         self.requests = random_requests(rng, self.config)
@@ -443,7 +454,7 @@ class Trace:
         self.pool_sizes.add(num_pages)
 
     def _recompute(self, engine: Engine, executor: SimulatedExecutor, rng: random.Random) -> None:
-        fewest = 1 + -(-self.config.max_length // self.config.page_size)
+        fewest = 1 + replace(self.config, max_context=self.config.max_length).max_pages_per_sequence
         num_pages = rng.randint(fewest, self.config.num_pages)
         engine.drain()
         self._require(engine.drop_kv() >= 0, "fewer than no tokens")
@@ -495,6 +506,7 @@ class Trace:
     def _alone(self, request: Request) -> abc.Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
         key = (*key, self._grammars is None, request.params.pools, self.config.pooling)
+        key = (*key, self.config.layer_windows)
         if key not in _alone:
             _alone[key] = self._serve_alone(request)
         return _alone[key].items()
@@ -502,15 +514,15 @@ class Trace:
     def _serve_alone(self, request: Request) -> dict[tuple[str, int], Outcome]:
         config = EngineConfig(
             page_size=self.config.page_size,
-            num_pages=1 + 3 * -(-self.config.max_context // self.config.page_size),
+            num_pages=1 + 3 * self.config.max_pages_per_sequence,
             max_slots=3,
-            max_context=min(
-                self.config.max_context, (self.config.num_pages - 1) * self.config.page_size
-            ),
+            max_context=self.config.max_length,
             max_step_tokens=1000,
             max_decode_iterations=1,
+            layer_windows=self.config.layer_windows,
             pooling=self.config.pooling,
         )
+        config = replace(config, num_pages=1 + 3 * config.max_pages_per_sequence)
         engine = self.engine(PRESETS["orca"], config, is_alone=True)
         sequences = engine.add(request)
         while engine.has_work:

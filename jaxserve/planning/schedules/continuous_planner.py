@@ -64,7 +64,7 @@ class ContinuousLimits:
         answer_s = np.maximum(_NO_TIME_S, prompt_s + max(0.0, mean - 1) * iteration_s)
         latency_s = prompt_s + max(0, longest - 1) * iteration_s
         token_s = iteration_s * (longest > 1)
-        room = (self.config.num_pages - 1) * self.config.page_size
+        room = self.config.pool_tokens
         return Best(
             fits=np.full(len(sizes), self.lengths.inputs.mean + outputs.mean <= room),
             throughput=_DEVIATION * sizes / answer_s,
@@ -92,7 +92,7 @@ class ContinuousLimits:
         config, inputs = self.config, self.lengths.inputs
         prompt = inputs.max_length + config.page_size + 1
         longest = min(config.max_length, prompt + self.lengths.outputs.max_length)
-        room = (config.num_pages - 1) // -(-longest // config.page_size)
+        room = config.pool_tokens // config.page_size // -(-longest // config.page_size)
         certain = max(1, min(num_running, room))
         size = bucket(certain, config.slot_buckets)
         loop_s = self.times.loop_s[size] / config.max_decode_iterations

@@ -154,7 +154,7 @@ def num_tokens_held(config: EngineConfig) -> int:
     On average half of each last page is empty, also that of an encoder's prompt.
     """
     empty = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
-    return max(config.page_size, (config.num_pages - 1) * config.page_size - empty)
+    return max(config.page_size, config.pool_tokens - empty)
 
 
 def measured_deployment(

@@ -190,7 +190,7 @@ class Player:
 
     @property
     def room(self) -> int:
-        return (self.config.num_pages - 1) * self.config.page_size
+        return self.config.pool_tokens
 
     def play(
         self,

@@ -13,6 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.memory.disk_tier import NO_DISK, DiskTier, DiskUsage, HostMemory
 from jaxserve.memory.eviction import PageValues, RecomputeCost
+from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
@@ -43,9 +44,14 @@ class SwapCosts:
 
 
 def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
-    """Return the recompute cost of a page after a context; unmeasured, in units of one token."""
+    """Return the recompute cost of a page after a context; unmeasured, in units of one token.
+
+    With page groups, all pages of a context cost the same: without one of them none is of use.
+    """
     token_s = 1.0 if costs is None else costs.token_s
     position_s = token_s / _POSITIONS_A_TOKEN if costs is None else costs.position_s
+    if config.page_layout.is_grouped:
+        position_s = 0.0
     return RecomputeCost.analytic(
         attention=config.page_size * position_s,
         other=config.page_size * token_s,
@@ -208,14 +214,17 @@ class PageUsage:
 class Growth:
     """The pages that running sequences need; all of their tokens but the next one are computed."""
 
-    def __init__(self, sequences: Seq[Sequence], page_size: int):
-        self._page_size = page_size
+    def __init__(self, sequences: Seq[Sequence], config: EngineConfig):
+        self._page_size = config.page_size
+        self._grouped = [each.kv for each in sequences] if config.page_layout.is_grouped else ()
         self._computed = np.asarray([each.kv.num_computed for each in sequences], np.int64)
         reserved = [each.kv.table.reservation for each in sequences]
         self._reserved = np.asarray(reserved, np.int64)
 
     def num_missing(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` more of each take beyond their reservations."""
+        if self._grouped:
+            return sum(kv.table.num_missing(kv.num_computed + num_tokens) for kv in self._grouped)
         pages = -(-(self._computed + num_tokens) // self._page_size)
         return int(np.maximum(pages - self._reserved, 0).sum())
 
@@ -288,6 +297,14 @@ class KVManager:
     ):
         retention = policy.retention_for(config)
         self.config = config
+        self._sizes = None
+        if config.page_layout.is_grouped:
+            self._sizes = TableSizes(
+                config.page_layout,
+                config.page_size,
+                prompt_stride=config.prompt_stride,
+                answer_stride=config.answer_stride,
+            )
         self.num_outgrown = 0
         self.swap_costs = costs
         self._free_share = retention.free_share
@@ -320,6 +337,7 @@ class KVManager:
             self._values,
             self.retrieval,
             page_size=config.page_size,
+            sizes=self._sizes,
             keeps_pages=retention.keeps_pages,
             now=now,
         )
@@ -393,6 +411,21 @@ class KVManager:
 
     # ---- sequences that run ----
 
+    def leave_windows(self, running: Iterable[Sequence]) -> None:
+        """Free the pages of running sequences that no query of the next plan, or later, sees.
+
+        Steps in flight may read them; a later step that writes to them runs after these. Tokens
+        that were planned and not read may be taken back, so that queries may come from the newest
+        token that was read on.
+        """
+        if self._sizes is None:
+            return
+        for sequence in running:
+            newest, table = sequence.num_known - 1, sequence.kv.table
+            position = min(sequence.kv.num_computed, newest)
+            assert isinstance(table, GroupedPageTable)
+            self._cache.pass_by(table.pass_by(position, is_answer=position == newest))
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         return sequence.kv.table.reserve(num_tokens)
 
@@ -429,7 +462,7 @@ class KVManager:
         kv.num_computed -= num_tokens
         if sequence.phase is Phase.RUNNING:
             kv.table.trim(kv.num_computed)
-            kv.num_cached = min(kv.num_cached, kv.table.num_pages)
+            kv.num_cached = min(kv.num_cached, kv.table.num_tokens // self.config.page_size)
 
     def handed_over(self, sequence: Sequence, group: int) -> None:
         sequence.kv.group = group
@@ -537,7 +570,8 @@ class KVManager:
             sequence.kv.table.relocate(targets)
 
     def value_by(self, cost: RecomputeCost) -> None:
-        self._values.value_by(cost)
+        if self._sizes is None:
+            self._values.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
         self.swap_costs = costs
@@ -598,11 +632,15 @@ def check_integrity(
         kv = sequence.kv
         runs = sequence.phase is Phase.RUNNING
         assert (kv.table.reservation > 0) == runs, f"{sequence.phase} holds {kv.table.reservation}"
-        assert not runs or kv.num_computed <= kv.table.num_pages * page_size, (
+        assert not runs or kv.num_computed <= kv.table.num_tokens, (
             "computed tokens are outside the page table"
         )
-        assert kv.num_cached <= kv.table.num_pages, "pages are cached that are not there"
+        assert kv.num_cached * page_size <= kv.table.num_tokens, (
+            "pages are cached that are not there"
+        )
         assert not kv.host_pages or sequence.phase is Phase.WAITING, "KV in two places"
+        if isinstance(kv.table, GroupedPageTable):
+            kv.table.check_integrity()
         for page in kv.table.pages:
             owned[page] = owned.get(page, 0) + 1
         num_reserved += kv.table.reservation - kv.table.num_pages

@@ -10,8 +10,9 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request, padded_to_pages
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.eviction import PageValues
+from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_pool import PageTable
+from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.sequence import (
@@ -31,6 +32,10 @@ class PrefixCacheManager:
     Unless it `keeps_pages`, nothing is cached; the samples of one request then still share its
     prompt. The counters are of tokens in full pages of admitted sequences: those looked up
     (queried), found (hit, also by tier), and evicted recently.
+
+    With page groups (`sizes`), a sequence begins with a whole prefix or with none of it: all of its
+    pages in the tables without a window, and those that the next token sees in the other tables.
+    The pages of an index are in the cache under one key for each table.
     """
 
     def __init__(
@@ -40,9 +45,12 @@ class PrefixCacheManager:
         retrieval: Retrieval,
         *,
         page_size: int,
+        sizes: TableSizes | None,
         keeps_pages: bool,
         now: Callable[[], float],
     ):
+        self._sizes = sizes
+        self._num_tables = 1 if sizes is None else sizes.num_tables
         self.num_queried = 0
         self.num_hit = 0
         self.num_hit_on_host = 0
@@ -68,14 +76,22 @@ class PrefixCacheManager:
         prompt = request.prompt_array  # the request keeps it, so that no step has to make it
         if self._keeps:  # nor the keys
             keys.of(prompt, self._page_size, self._cache.identity)
+        if self._sizes is not None:
+            return SequenceKV(GroupedPageTable(self._cache.pool, self._sizes), keys=keys)
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
 
     def most_shared(self, sequence: Sequence) -> int:
         if sequence.kv.host_pages or (self._keeps and sequence.needs_whole_prompt):
             return 0
         if self._keeps:
-            return self._num_to_find(sequence)
-        return 0 if sequence.primary is None else num_shareable(sequence, self._page_size)
+            return self._num_numbers(self._num_to_find(sequence))
+        if sequence.primary is None:
+            return 0
+        return self._num_numbers(num_shareable(sequence, self._page_size))
+
+    def _num_numbers(self, num_pages: int) -> int:
+        """Return the pages that a sequence shares that begins with `num_pages` pages."""
+        return num_pages if self._sizes is None else self._sizes.num_seen(num_pages)
 
     def shares(self, sequence: Sequence, num_pages: int) -> bool:
         """Whether other sequences own at least `num_pages` pages of a waiting one.
@@ -87,6 +103,8 @@ class PrefixCacheManager:
             return False
         if not self._keeps:
             return len(self._pages_of_primary(sequence)) >= num_pages
+        if self._sizes is not None:  # one more page may complete a long prefix
+            return self._num_owned(sequence) >= num_pages
         num_keys = self._num_to_find(sequence)
         found = kv.shared
         if found is not None and found.num_keys == num_keys and not sequence.request.num_encoded:
@@ -172,10 +190,11 @@ class PrefixCacheManager:
         if not self._keeps:
             shared = self._pages_of_primary(sequence)
         num_pages = 1 + max([*shared, *(page.index for page in cached)], default=-1)
+        num_pages //= self._num_tables
         if not kv.table.begin(num_tokens, shared, num_pages):
             return None
         pages = kv.table.pages
-        found = set(shared)
+        found = set(shared) if self._sizes is None else set(range(num_pages))
         came = found & kv.prefetched
         for page in cached:
             # Not those that were evicted just now, to free the pages to begin with.
@@ -198,13 +217,43 @@ class PrefixCacheManager:
                 kv.num_found = min(len(found) * self._page_size, sequence.prompt_length)
             kv.branch = self._continue(cached)
             kv.branch.run()
-        return list(enumerate(pages))
+        return kv.table.entries()
 
     def _find(self, sequence: Sequence) -> list[CachedPage]:
         if not self._keeps or sequence.needs_whole_prompt:
             return []
+        if self._sizes is not None:
+            return self._find_prefix(self._keys_to_find(sequence), self._sizes)
         cached = self._cache.find(self._keys_to_find(sequence))
         return _with_whole_prompt(sequence, cached, self._page_size)
+
+    def _find_prefix(self, keys: Seq[bytes], sizes: TableSizes) -> list[CachedPage]:
+        """Return the pages of the longest prefix that all groups have, by number."""
+        whole = [table for table in range(sizes.num_tables) if table not in sizes.in_windows]
+        pages: dict[int, CachedPage] = {}
+
+        def has(index: int, tables: Iterable[int]) -> bool:
+            own = [(table, self._cache.find([key_in(keys[index], table)])) for table in tables]
+            for table, found in own:
+                if found:
+                    pages[index * sizes.num_tables + table] = found[0]
+            return all(found for _, found in own)
+
+        stop = next((i for i in range(len(keys)) if not has(i, whole)), len(keys))
+        while stop:
+            # A shorter prefix needs the page at `missing`, too, unless it ends there.
+            missing = next(
+                (
+                    index
+                    for index in range(stop - 1, sizes.first_seen(stop) - 1, -1)
+                    if not has(index, sizes.tables_seen(index, stop))
+                ),
+                None,
+            )
+            if missing is None:
+                break
+            stop = missing
+        return [pages[number] for number in sizes.numbers_seen(stop)]
 
     def _keys_to_find(self, sequence: Sequence) -> Seq[bytes]:
         """Leave out the last token: it is always computed, because sampling needs its logits."""
@@ -218,8 +267,11 @@ class PrefixCacheManager:
         if primary is None or primary.phase is not Phase.RUNNING or primary.kv.is_mixed:
             return {}
         table = primary.kv.table
-        count = min(num_shareable(sequence, self._page_size), table.num_pages)
-        return {index: table.page(index) for index in range(count)}
+        count = min(num_shareable(sequence, self._page_size), table.num_tokens // self._page_size)
+        if self._sizes is None:
+            return {index: table.page(index) for index in range(count)}
+        shared = {number: table.page(number) for number in self._sizes.numbers_seen(count)}
+        return {} if NULL_PAGE in shared.values() else shared
 
     def _count(self, sequence: Sequence, num_hit: int, num_on_host: int, num_below: int) -> None:
         keys = self._keys_to_find(sequence)
@@ -254,19 +306,27 @@ class PrefixCacheManager:
             return
         keys = self._keys(sequence, kv.num_cached, count)
         for index, key in enumerate(keys, kv.num_cached):
-            self._add_page(sequence, index, key)
+            self._add_pages(sequence, index, key)
         kv.num_cached = count
 
-    def _add_page(self, sequence: Sequence, index: int, key: bytes | None) -> CachedPage:
+    def _add_pages(self, sequence: Sequence, index: int, key: bytes | None) -> list[CachedPage]:
+        """Cache the pages at an index, in all tables that still have one."""
         branch = sequence.kv.branch
         assert branch is not None
-        device_page = sequence.kv.table.page(index)
-        page = self._cache.on_page(device_page)
-        if page is None:
-            page = self._cache.add(device_page, index, key, branch)
-        if key is not None:
-            branch.grow_to(page)
-        return page
+        pages = []
+        for table in range(self._num_tables):
+            number = index * self._num_tables + table
+            device_page = sequence.kv.table.page(number)
+            if device_page == NULL_PAGE:
+                continue
+            page = self._cache.on_page(device_page)
+            if page is None:
+                own_key = None if key is None else key_in(key, table)
+                page = self._cache.add(device_page, number, own_key, branch)
+            if key is not None:
+                branch.grow_to(page)
+            pages.append(page)
+        return pages
 
     # ---- sequences that go ----
 
@@ -294,16 +354,17 @@ class PrefixCacheManager:
         self._add(sequence, min(kv.num_computed, known))
         if sequence.num_in_flight and sequence.phase is not Phase.FINISHED:
             full = kv.num_computed // self._page_size
-            unnamed = range(kv.num_cached, full)
-            kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
+            for index in range(kv.num_cached, full):
+                kv.unnamed += self._add_pages(sequence, index, None)
 
     def read(self, sequence: Sequence) -> None:
         """Set the keys of pages that a sequence left, as far as they are right."""
         kv = sequence.kv
         for page in kv.unnamed:
-            if (page.index + 1) * self._page_size < sequence.num_known:
-                (key,) = self._keys(sequence, page.index, page.index + 1)
-                self._cache.set_key(page, key)
+            index, table = divmod(page.index, self._num_tables)
+            if (index + 1) * self._page_size < sequence.num_known:
+                (key,) = self._keys(sequence, index, index + 1)
+                self._cache.set_key(page, key_in(key, table))
             else:
                 self._cache.evict(page)
         kv.unnamed.clear()
@@ -328,6 +389,11 @@ class PrefixCacheManager:
         if known is not None:
             return known
         return keys.of(sequence.known_tokens, self._page_size, identity)[start:stop]
+
+
+def key_in(key: bytes, table: int) -> bytes:
+    """Return the key of a page in a table, from that of the tokens up to its end."""
+    return key + bytes((table,)) if table else key
 
 
 def _with_whole_prompt(
