@@ -192,7 +192,8 @@ class RuntimeOptions:
       host_memory: host memory for pages that leave the device, including those of preempted
         sequences, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
-        that serve a model together.
+        that serve a model together. With 0, a model whose layers see different windows keeps no
+        pages behind a window.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
         before the sequence's first step. "prefetch": a few with every step while the sequence
         waits. "per_layer": within the first step, each layer's while the layer before it is

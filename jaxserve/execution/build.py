@@ -21,6 +21,7 @@ from jaxserve.execution.compatibility import (
     check_deterministic,
     check_slot_options,
     check_together,
+    grouped_windows,
 )
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
@@ -68,11 +69,16 @@ class ExecutorSpec:
     probe: Probe | None = None
     drafter: Drafter | None = None
     takes_masks: bool = False
+    layer_windows: tuple[int | None, ...] = ()  # see `EngineConfig`
 
     def config(self, *, num_pages: int, num_host_pages: int = 0) -> EngineConfig:
         """Return the sizes of executables and of a page pool."""
         return engine_config(
-            self.model_config, self.options, num_pages=num_pages, num_host_pages=num_host_pages
+            self.model_config,
+            self.options,
+            num_pages=num_pages,
+            num_host_pages=num_host_pages,
+            layer_windows=self.layer_windows,
         )
 
 
@@ -97,7 +103,7 @@ class PlacedModel:
 
     @property
     def page_bytes(self) -> int:
-        """Size of a page in all layers, on one device."""
+        """Size of a page in all of its layers, on one device."""
         return nbytes(self.abstract_cache(2).pages) // 2 // self.place.num_shards
 
     def programs(self, config: EngineConfig) -> Programs:
@@ -115,6 +121,7 @@ class PlacedModel:
     def plan(self, *, step_bytes: int) -> PoolSize:
         """Return the pool's size if the largest step needs `step_bytes` of temporaries."""
         draft = self.spec.config(num_pages=MIN_PAGES)
+        fewest = 1 + draft.page_layout.num_tables
         kv_memory = self.spec.options.kv_memory
         return plan_pool(
             next(iter(self.place.whole.addressable_devices)),
@@ -123,7 +130,7 @@ class PlacedModel:
             state_bytes=nbytes(self.abstract_cache(2).states),
             slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
-            min_pages=MIN_PAGES,
+            min_pages=fewest,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
         )
 
@@ -157,6 +164,9 @@ class PlacedModel:
     def _cache_sizes(self, num_pages: int) -> tuple[Any, ...]:
         """Return the arguments of `empty_cache`, for each model that has keys and values."""
         spec = self.spec
+        engine = spec.config(num_pages=num_pages)
+        layout = engine.page_layout
+        num_buffers = layout.num_buffers if layout.is_grouped else None
         models = [(self.model_config, spec.layer_layout)]
         if spec.drafter is not None:
             models.append((spec.drafter.config, spec.drafter.layer_layout))
@@ -168,7 +178,8 @@ class PlacedModel:
                 spec.options.kv_dtype or config.dtype,
                 layout,
                 self.place.num_shards,
-                spec.config(num_pages=num_pages).max_slots,
+                engine.max_slots,
+                num_buffers,
             )
             for config, layout in models
         )
@@ -190,12 +201,14 @@ def build_executor(
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
     processes: Processes | None = None,
+    is_group: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Size and allocate a page pool and slots, compile, and return the executor.
 
     The parameters are the whole model's, on their devices unless it has stages. All processes of
     `group` share them and make the same calls; it is None if this process has all parameters.
     `processes` are those of the encode group and of the decode group, None for one group.
+    `is_group` says that the executor becomes one of two device groups of this process.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -210,15 +223,16 @@ def build_executor(
             "several separated by commas"
         )
     check_dtype(params, model_config.dtype)
-    check_together(
-        Setting(
-            options=options,
-            model_config=model_config,
-            mesh=stages or Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
-            num_processes=1 if group is None else group.num_processes,
-            has_probe=spec.probe is not None,
-        )
+    setting = Setting(
+        options=options,
+        model_config=model_config,
+        mesh=stages or Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
+        num_processes=1 if group is None else group.num_processes,
+        has_probe=spec.probe is not None,
     )
+    check_together(setting)
+    if not is_group:
+        spec = replace(spec, layer_windows=grouped_windows(setting))
     check_slot_options(model_config, options)
     check_deterministic(model_config, options, spec.graphdef, params, stages)
     if spec.probe is not None:
@@ -286,6 +300,7 @@ def _build(
             options.kv_dtype,
             options.max_slots,
             options.max_context,
+            *((spec.layer_windows,) if spec.layer_windows else ()),
         )
     optimistic = _agreed_number(optimistic, group)
     config = spec.config(num_pages=optimistic)
@@ -352,6 +367,7 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
         size,
         kv_bytes,
         wanted_pages=1 + config.max_slots * config.max_pages_per_sequence,
+        min_pages=1 + config.page_layout.num_tables,
         num_buffers=executor.num_buffers,
     )
 
@@ -397,7 +413,7 @@ def build_groups(
         # Answers are computed by the decode group, which alone speculates.
         for (params, stages), speculation in zip(places, (None, own.speculation), strict=True):
             group_spec = replace(spec, options=replace(own, speculation=speculation))
-            built.append(build_executor(group_spec, params, stages=stages))
+            built.append(build_executor(group_spec, params, stages=stages, is_group=True))
             if_one_fails.callback(built[-1][0].close)
         num_pages = min(executor.config.num_pages for executor, _ in built)
         for executor, _ in built:

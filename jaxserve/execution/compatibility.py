@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.page_layout import page_layout
 from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.kernels import build, dispatch
+from jaxserve.models.function import FunctionConfig
 from jaxserve.models.linear import RowKernels, without_row_kernels
 from jaxserve.models.quantised import QuantisedWeight
 from jaxserve.sharding import DeviceGroups, StagePlan
@@ -143,6 +145,29 @@ def check_together(setting: Setting) -> None:
         found = [columns[each] for each in row.excludes if each in columns]
         if found and row.is_asked(setting):
             raise InvalidConfigError(row.error.format(name=found[0], options=options))
+
+
+def grouped_windows(setting: Setting) -> tuple[int | None, ...]:
+    """Return `EngineConfig.layer_windows`: the window of each layer if pages are grouped by it.
+
+    Pages are in one group, so that none is freed before its sequence ends, for a model whose layers
+    see the same positions, for layers without keys and values of their own in pages, and with what
+    groups do not go with yet: tiers below the device, speculation, stages, device groups, and
+    several processes (docs/decisions/12_pages_are_grouped_by_window.md).
+    """
+    options, config, columns = setting.options, setting.model_config, setting.columns()
+    has_tiers = options.host_memory != 0 or options.disk_memory is not None
+    others = {"stages", "groups", "processes", "encoder", "recurrent"} & columns.keys()
+    is_mosaic = "mosaic" in (options.attention or "")  # it reads whole tiles before a window
+    is_plain = set(config.layer_kinds) == {"attention"} and not (
+        isinstance(config, FunctionConfig)
+        or any(config.attention_chunks)
+        or any(source is not None for source in config.kv_sources)
+    )
+    if has_tiers or options.speculation is not None or others or is_mosaic or not is_plain:
+        return ()
+    windows = config.sliding_windows
+    return windows if page_layout(windows).is_grouped else ()
 
 
 def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> None:

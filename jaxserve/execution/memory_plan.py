@@ -188,24 +188,25 @@ def plan_resize(
     kv_bytes: int,
     *,
     wanted_pages: int,
+    min_pages: int = MIN_PAGES,
     num_buffers: int,
 ) -> PoolSize:
     """Return the size of the pool after a resize to `kv_bytes`.
 
-    It is rounded down to whole pages; 0 gives the smallest pool, of `MIN_PAGES`. All slots together
+    It is rounded down to whole pages; 0 gives the smallest pool, of `min_pages`. All slots together
     can use `wanted_pages`. Buffers are copied one by one; the pool has the size of `num_buffers` of
     the largest.
 
     Raises:
       DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` hold
-        fewer than `MIN_PAGES` pages.
+        fewer than `min_pages` pages.
     """
-    kv_bytes = kv_bytes or MIN_PAGES * size.page_bytes
+    kv_bytes = kv_bytes or min_pages * size.page_bytes
     num_pages = min(wanted_pages, kv_bytes // size.page_bytes)
-    if num_pages < MIN_PAGES:
+    if num_pages < min_pages:
         raise DeviceMemoryError(
             f"{kv_bytes:,} bytes hold {num_pages} pages of {size.page_bytes:,}, at least "
-            f"{MIN_PAGES} are needed; pass {MIN_PAGES * size.page_bytes:,} or more, or 0 for the "
+            f"{min_pages} are needed; pass {min_pages * size.page_bytes:,} or more, or 0 for the "
             "smallest pool"
         )
     if num_pages == size.num_pages and kv_bytes <= size.pool_bytes:

@@ -65,7 +65,12 @@ def served_context(model_config: Any, options: RuntimeOptions) -> int:
 
 
 def engine_config(
-    model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
+    model_config: Any,
+    options: RuntimeOptions,
+    *,
+    num_pages: int,
+    num_host_pages: int = 0,
+    layer_windows: tuple[int | None, ...] = (),
 ) -> EngineConfig:
     """Return the sizes of executables and of a page pool of `num_pages` pages."""
     defaults = platform_defaults()
@@ -93,6 +98,7 @@ def engine_config(
         restore="on_admission" if has_states else options.restore or defaults.restore,
         has_encoder=model_config.has_encoder,
         has_slot_state=has_states,
+        layer_windows=layer_windows,
         max_adapters=options.max_adapters,
         pooling=model_config.pooling.kind if model_config.labels is None else "labels",
     )

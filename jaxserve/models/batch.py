@@ -32,7 +32,7 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
         *("positions", "page", "offset", "rows", "plan", "adapter"),
         *("cross_rows", "distance_bias", "slot"),
     ),
-    meta_fields=("max_query_length", "implementation"),
+    meta_fields=("max_query_length", "implementation", "places"),
 )
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -40,8 +40,8 @@ class AttentionBatch:
 
     positions: Int32[Array, " tokens"]  # the place of each token in its sequence
     # page, offset: where each token's KV is written; page 0 for padding. None for a batch of cross
-    # attention, which writes nothing.
-    page: Int32[Array, " tokens"] | None
+    # attention, which writes nothing. [tokens, tables] with several page tables.
+    page: Int32[Array, " tokens *tables"] | None
     offset: Int32[Array, " tokens"] | None
     rows: Rows  # which keys each token sees; `models.attention` makes them
     max_query_length: int | None  # static; 1 for a pure decode batch, None otherwise
@@ -57,6 +57,25 @@ class AttentionBatch:
     distance_bias: Float32[Array, "q_heads distances"] | None = None
     # The slot of each row, which has its states; None for models without recurrent layers.
     slot: Int32[Array, " rows"] | None = None
+    # The page table and the cache's buffer of each layer with keys and values; empty if one table
+    # serves all layers and each has its own buffer (`PageLayout`).
+    places: tuple[tuple[int, int], ...] = ()
+
+    def by_table(self) -> list[AttentionBatch]:
+        """Return the batch of each page table."""
+        if not self.places:
+            return [self]
+        assert self.page is not None, "a batch that writes nothing"
+        num, page_table = self.page.shape[1], self.rows.page_table
+        return [
+            replace(
+                self,
+                page=self.page[:, table],
+                rows=replace(self.rows, page_table=page_table[:, table::num]),
+                places=(),
+            )
+            for table in range(num)
+        ]
 
 
 def in_chunks(rows: Rows, chunk: int, page_size: int, num_tokens: int) -> Rows:
@@ -366,6 +385,7 @@ def empty_cache(
     layer_layout: Literal["unrolled", "scanned"],
     num_shards: int = 1,
     num_slots: int = 0,
+    num_buffers: int | None = None,
     *,
     zeros: Callable[[tuple[int, ...], Any], Array] = jnp.zeros,
 ) -> KVCache:
@@ -373,13 +393,14 @@ def empty_cache(
 
     `num_pages` counts the null page (page 0). With more shards than KV heads, the cache has a copy
     of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales. `num_slots` is
-    for states, and unused without recurrent layers. `zeros` makes a buffer from shape and dtype.
+    for states, and unused without recurrent layers. `num_buffers` is the number of layers in a
+    page, if it has fewer than all (`PageLayout`). `zeros` makes a buffer from shape and dtype.
     """
 
     def split(num_layers: int) -> tuple[int, int]:
         return (num_layers, 1) if layer_layout == "unrolled" else (min(1, num_layers), num_layers)
 
-    buffers, layers = split(config.num_attention_layers)
+    buffers, layers = split(num_buffers or config.num_attention_layers)
     heads = max(config.num_kv_heads, num_shards)
     shape = (layers, num_pages, heads, page_size, config.head_dim)
     scale_buffers = buffers if jnp.dtype(dtype).name in KV_DTYPES else 0

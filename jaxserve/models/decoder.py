@@ -332,17 +332,19 @@ class Decoder(SumsRows):
         incoming: IncomingPages | None,
     ) -> tuple[Float[Array, "tokens embed"], KVCache, Float[Array, "rows embed"] | None]:
         assert isinstance(self.blocks, nnx.List)
-        tapped = None
+        tapped, batches = None, batch.by_table()
         for layer, block in enumerate(self.blocks):
             graphdef, state = nnx.split(block)
             window = self.config.sliding_windows[layer]
             kind, place = self.config.layer_kinds[layer], self.config.places[layer]
+            table, place = batch.places[place] if batch.places else (0, place)
             own = cache.layer(kind, place)
             has_own = self.config.kv_sources[layer] is None
             if incoming is not None and kind == "attention" and has_own:
                 own = incoming.put(own, 0, incoming.fetch(place))
             chunk, given = self.config.attention_chunks[layer], layer_inputs[layer]
-            x, own = _one_layer(graphdef, window, chunk, state, x, given, tables[layer], batch, own)
+            rows = batches[table]
+            x, own = _one_layer(graphdef, window, chunk, state, x, given, tables[layer], rows, own)
             cache = cache.with_layer(kind, place, own)
             if tap is not None and tap.layer == layer + 1:
                 tapped = x[tap.rows]

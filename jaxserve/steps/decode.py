@@ -28,7 +28,14 @@ from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
-from jaxserve.steps.packing import DecodeWindow, Params, attention_batch, tap, tapped
+from jaxserve.steps.packing import (
+    DecodeWindow,
+    Params,
+    attention_batch,
+    tap,
+    tapped,
+    token_pages,
+)
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import SlotSampling, Variant, sample
@@ -117,7 +124,7 @@ def attention_of(
     attention = attention_batch(
         config,
         positions=positions,
-        token_pages=window.page_table[block.row, positions // config.page_size],
+        pages=token_pages(config, window.page_table, block.row, positions),
         valid=block.valid,
         rows=rows,
         plan=attention_plan,

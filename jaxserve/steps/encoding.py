@@ -19,7 +19,13 @@ from jaxserve.kernels import Rows
 from jaxserve.models.attention import bidirectional_rows, causal_rows, cross_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.encoder_decoder import EncoderBatch
-from jaxserve.steps.packing import MixedBatch, Params, attention_batch, positions_and_slots
+from jaxserve.steps.packing import (
+    MixedBatch,
+    Params,
+    attention_batch,
+    positions_and_slots,
+    token_pages,
+)
 from jaxserve.steps.slots import SlotState
 
 
@@ -109,7 +115,7 @@ def write_encoded(
     attention = attention_batch(
         config,
         positions=positions,
-        token_pages=slots.page_table[slot, positions // config.page_size],
+        pages=token_pages(config, slots.page_table, slot, positions),
         valid=valid & ~slots.done[slot],
         rows=rows,
         plan=None,

@@ -19,6 +19,7 @@ from jaxserve.steps.packing import (
     positions_and_slots,
     tap,
     tapped,
+    token_pages,
     where_slots_are,
 )
 from jaxserve.steps.probing import Probe
@@ -69,7 +70,7 @@ def mixed_body(
     attention = attention_batch(
         config,
         positions=positions,
-        token_pages=slots.page_table[slot, positions // config.page_size],
+        pages=token_pages(config, slots.page_table, slot, positions),
         valid=valid,
         rows=rows,
         plan=attention_plan,

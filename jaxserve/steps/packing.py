@@ -91,11 +91,24 @@ def positions_and_slots(
     return batch.start[row] + jnp.where(is_padding, 0, offset), batch.slot[row]
 
 
+def token_pages(
+    config: EngineConfig,
+    page_table: Int32[Array, "rows row_pages"],
+    row: Int32[Array, " tokens"],
+    positions: Int32[Array, " tokens"],
+) -> Int32[Array, " tokens *tables"]:
+    """Return the page that each token's keys and values go to, in each page table."""
+    index, num_tables = positions // config.page_size, config.page_layout.num_tables
+    if num_tables == 1:
+        return page_table[row, index]
+    return page_table[row[:, None], index[:, None] * num_tables + jnp.arange(num_tables)]
+
+
 def attention_batch(
     config: EngineConfig,
     *,
     positions: Int32[Array, " tokens"],
-    token_pages: Int32[Array, " tokens"],  # the page that each token's keys and values go to
+    pages: Int32[Array, " tokens *tables"],  # those of `token_pages`
     valid: Bool[Array, " tokens"],
     rows: Rows,
     plan: Plan | None,  # the plan of a kernel that needs one; None otherwise
@@ -113,7 +126,7 @@ def attention_batch(
     """
     return AttentionBatch(
         positions=positions,
-        page=jnp.where(valid, token_pages, NULL_PAGE),
+        page=jnp.where(valid if pages.ndim == 1 else valid[:, None], pages, NULL_PAGE),
         offset=positions % config.page_size,
         rows=rows,
         plan=plan,
@@ -122,6 +135,7 @@ def attention_batch(
         cross_rows=cross_rows,
         slot=slot if config.has_slot_state else None,
         adapter=adapter,
+        places=config.page_layout.places,
     )
 
 

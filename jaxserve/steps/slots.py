@@ -42,6 +42,7 @@ class SlotState:
     length: Int32[Array, " slots"]  # valid tokens
     max_length: Int32[Array, " slots"]  # the slot ends when it has this many
     done: Bool[Array, " slots"]  # inert: writes to the null page and delivers nothing
+    # By number, see `PageLayout`.
     page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
     # Tokens of the prompt that the encoder reads, without padding; None for a model without an
@@ -71,7 +72,7 @@ def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
         length=full(1, jnp.int32),
         max_length=full(1, jnp.int32),
         done=full(True, jnp.bool_),
-        page_table=full(0, jnp.int32, config.max_pages_per_sequence),
+        page_table=full(0, jnp.int32, config.max_pages_per_table * config.page_layout.num_tables),
         sampling=empty_sampling(num),
         encoded=full(1, jnp.int32) if config.has_encoder else None,
         adapter=full(-1, jnp.int32) if config.max_adapters else None,

@@ -204,7 +204,10 @@ def _attend(
         # [blocks, pages, page_size]
         key = (split * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
         exists = key < end[:, None, None]
-        v = jnp.where(exists[:, :, None, :, None], v, 0.0)
+        held = exists
+        if options.sliding_window is not None:  # pages before it may be those of other sequences
+            held &= key >= start[:, None, None]
+        v = jnp.where(held[:, :, None, :, None], v, 0.0)
         # [blocks, pages, kv_heads, group, queries, page_size]
         logits = jnp.einsum("bphgqd,bphsd->bphgqs", paged_q, k)
         if options.soft_cap is not None:

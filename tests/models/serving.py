@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.core.page_layout import ONE_GROUP, PageLayout, first_in_window
 from jaxserve.kernels import Rows
 from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.config import DecoderConfig
@@ -41,6 +42,8 @@ class Server:
 
     Args:
       adapters: the adapter of each sequence, -1 for none; None for models without adapters.
+      layout: the groups of pages; pages behind a window are spoilt.
+      implementation: of attention; None for the platform's choice.
     """
 
     def __init__(
@@ -51,11 +54,14 @@ class Server:
         layer_layout="unrolled",
         kv_dtype: str = "float32",
         adapters: tuple[int, ...] | None = None,
+        layout: PageLayout = ONE_GROUP,
+        implementation: str | None = None,
     ):
         self._adapters = adapters
+        self._layout, self._implementation = layout, implementation
         self._graphdef, self._params = graphdef, params
         self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
-        pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE
+        pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE * layout.num_tables
         self._cache = empty_cache(
             config,
             pages,
@@ -64,6 +70,7 @@ class Server:
             layer_layout,
             num_shards=self._place.num_shards,
             num_slots=NUM_SEQUENCES,
+            num_buffers=layout.num_buffers if layout.is_grouped else None,
         )
         self._has_states = config.num_recurrent_layers > 0
         # In an engine the null page, and a slot of no sequence, hold arbitrary values.
@@ -73,7 +80,7 @@ class Server:
         )
         self._cache = jax.device_put(self._cache, self._place.pages)
         order = np.random.default_rng(3).permutation(np.arange(1, pages, dtype=np.int32))
-        self._tables = order.reshape(NUM_SEQUENCES, PAGES_PER_SEQUENCE)
+        self._tables = order.reshape(NUM_SEQUENCES, -1)
         self._lengths = [0] * NUM_SEQUENCES
 
     @classmethod
@@ -115,19 +122,23 @@ class Server:
     def _run(
         self, rows: list[tuple[int, np.ndarray]], num_tokens: int, max_query_length: int | None
     ) -> list[np.ndarray]:
+        num_tables = self._layout.num_tables
         tokens = np.zeros(num_tokens, np.int32)
-        positions, page, offset = np.zeros((3, num_tokens), np.int32)
+        positions, offset = np.zeros((2, num_tokens), np.int32)
+        page = np.zeros((num_tokens, num_tables), np.int32)
         adapter = np.full(num_tokens, -1, np.int32)
         fields = np.zeros((4, NUM_SEQUENCES), np.int32)
-        tables = np.zeros((NUM_SEQUENCES, PAGES_PER_SEQUENCE), np.int32)
+        tables = np.zeros((NUM_SEQUENCES, PAGES_PER_SEQUENCE * num_tables), np.int32)
         slots = np.zeros(NUM_SEQUENCES, np.int32)
         places, at = [], 0
         for row, (sequence, new) in enumerate(rows):
             first, size = self._lengths[sequence], len(new)
+            self._spoil_behind(sequence, first)
             place = slice(at, at + size)
             tokens[place] = new
             positions[place] = np.arange(first, first + size)
-            page[place] = self._tables[sequence, positions[place] // PAGE_SIZE]
+            table = self._tables[sequence].reshape(-1, num_tables)
+            page[place] = table[positions[place] // PAGE_SIZE]
             offset[place] = positions[place] % PAGE_SIZE
             if self._adapters is not None:
                 adapter[place] = self._adapters[sequence]
@@ -139,12 +150,14 @@ class Server:
             at += size
         batch = AttentionBatch(
             positions=jnp.asarray(positions),
-            page=jnp.asarray(page),
+            page=jnp.asarray(page if self._layout.is_grouped else page[:, 0]),
             offset=jnp.asarray(offset),
             rows=Rows(*map(jnp.asarray, fields), page_table=jnp.asarray(tables)),
             max_query_length=max_query_length,
             adapter=None if self._adapters is None else jnp.asarray(adapter),
             slot=jnp.asarray(slots) if self._has_states else None,
+            places=self._layout.places,
+            implementation=self._implementation,
         )
         with self._place.in_force():
             logits, self._cache = _step(
@@ -152,3 +165,13 @@ class Server:
             )
         logits = np.asarray(logits)
         return [logits[place] for place in places]
+
+    def _spoil_behind(self, sequence: int, position: int) -> None:
+        """Write NaN into the pages that no query from `position` on sees."""
+        table = self._tables[sequence].reshape(-1, self._layout.num_tables)
+        for group in self._layout.groups if self._layout.is_grouped else ():
+            if group.window is None:
+                continue
+            passed = table[: first_in_window(position, group.window, PAGE_SIZE)]
+            spoilt = passed[:, list(self._layout.tables(group))].ravel()
+            self._cache = jax.tree.map(lambda x: x.at[:, spoilt].set(jnp.nan), self._cache)  # noqa: B023

@@ -142,6 +142,17 @@ def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_
     _check(attention, (q, *poisoned, rows), max_query_length=max_query_length)
 
 
+@pytest.mark.parametrize("implementation", some(["xla", "cpu", "triton_interpreted"]))
+def test_what_is_before_a_window_is_never_seen(implementation):
+    """Pages before it may be those of another sequence, whose values are not finite."""
+    q, *pages, rows = make_inputs(_shape("mixed"), seed=3)
+    held = _held(rows, pages[0], window=5)
+    work = _plan(q, pages[0], rows, None)
+    attend = partial(_attend, plan=work, sliding_window=5, implementation=implementation)
+    got = attend(q, *(jnp.where(held, each, np.nan) for each in pages), 1, rows)
+    np.testing.assert_array_equal(got, attend(q, *pages, 1, rows))
+
+
 def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
     """A sequence with NaN among its values does not affect the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
@@ -532,12 +543,12 @@ def _decode_inputs(shape: AttentionShape, seed: int):
     return q, k_pages, v_pages, dataclasses.replace(rows, query_start=starts)
 
 
-def _held(rows: Rows, pages: jax.Array) -> jax.Array:
-    """Return the places of the rows' contexts, bool [1, pages, 1, page_size, 1]."""
+def _held(rows: Rows, pages: jax.Array, window: int | None = None) -> jax.Array:
+    """Return the places that the rows' queries see, bool [1, pages, 1, page_size, 1]."""
     page_size = pages.shape[3]
     held = np.zeros((pages.shape[1], page_size), bool)
-    of_rows = np.asarray(rows.page_table), np.asarray(rows.context_length)
-    for table, context in zip(*of_rows, strict=True):
-        position = np.arange(context)
+    of_rows = rows.page_table, rows.first_position, rows.context_length
+    for table, first, context in zip(*map(np.asarray, of_rows), strict=True):
+        position = np.arange(0 if window is None else max(0, first - window + 1), context)
         held[table[position // page_size], position % page_size] = True
     return jnp.asarray(held)[None, :, None, :, None]
