@@ -437,6 +437,20 @@ PLANNING = Table(
 )
 
 
+MEMORY = Table(
+    what="KV of one sequence that decodes, in times what its layers need",
+    rows="rows.*",
+    columns=(
+        ("layers of", "{shape}"),
+        ("context", "{context:,.0f}"),
+        ("held", "{held:.2f}"),
+        ("reserved", "{reserved:.2f}"),
+        ("held in one group", "{held_in_one_group:.2f}"),
+    ),
+    how="simulated",
+)
+
+
 def _of_least(row: Place) -> str:
     sent, least = row.number("decode", "bytes"), row.number("decode", "least_bytes")
     return f"{sent / least:.2f}" if least else ""
@@ -861,6 +875,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "flover": ("Flover's section VI", papers.FLOVER),
         "simulate": ("Predicted and measured", SIMULATE),
         "s3": ("S3's models on its GPU, simulated", papers.S3),
+        "memory": ("Memory of a sequence by context", MEMORY),
     },
     "docs/results/conversations.md": {
         "conversations": ("Conversations that come back", papers.CONVERSATIONS),
