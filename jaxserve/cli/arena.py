@@ -88,7 +88,7 @@ def run(
     ] = None,
     num_requests: Annotated[
         int, _option(_TRACE, "--num-requests", text="Requests of each run.")
-    ] = 200,
+    ] = 100,
     start: Annotated[
         float, _option(_TRACE, "--start", text="Seconds of the trace before the first request.")
     ] = 0.0,
@@ -99,7 +99,7 @@ def run(
             "--seeds",
             text="Runs of each policy, each on the part of the trace after the one before it.",
         ),
-    ] = 3,
+    ] = 5,
     load: Annotated[
         str,
         _option(_TRACE, "--load", text="Loads: the trace's times are divided by each, e.g. 1,2,4."),
@@ -168,6 +168,15 @@ def run(
         ),
     ] = "ttft:1000,tpot:100",
     results: Results = _RESULTS_FILE,
+    page: Annotated[
+        Path | None,
+        _option(
+            _RESULTS,
+            "--page",
+            text="Write a page of HTML with the table, latency against load, memory over time and "
+            "every request.",
+        ),
+    ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -190,6 +199,10 @@ def run(
             raise InvalidConfigError(f"--rate {rate:g} is not allowed; pass more than 0")
         contenders = _contenders(policies, policy_file)
         kept = ArenaResults(results)
+        if page is not None and not page.parent.is_dir():
+            raise InvalidConfigError(
+                f"--page {page} cannot be written: there is no folder {page.parent}; make it"
+            )
         plan = _Plan.of(
             trace,
             seeds,
@@ -213,6 +226,12 @@ def run(
             typer.echo(json.dumps({"trace": plan.described, "rows": rows}))
         else:
             opt.show_wide(_table(plan, rows, bounds_s), 140)
+        if page is not None:
+            played = [
+                (r, found) for runs in cells.values() for r, _ in runs if (found := kept.get(r))
+            ]
+            _write_page(page, plan, rows, bounds_s, played)
+            typer.echo(f"written: {page}", err=True)
         failed = {(row["policy"], error) for row in rows for error in row["errors"]}
         for name, error in sorted(failed):
             typer.echo(f"{name} failed: {error}", err=True)
@@ -563,70 +582,116 @@ _RATIO = f"p99 / {_BASELINE}"
 _ONLY_IN_JSON = ("1st token p50", "a token p50", "preempted", "cache hits")
 
 
+def _about(plan: _Plan, bounds_s: dict[str, float]) -> str:
+    """Return what was simulated, and what was left out of the trace."""
+    base, trace, seeds = plan.base, plan.trace, len(plan.parts)
+    bounds = ", ".join(f"{name} {1000 * s:g} ms" for name, s in bounds_s.items())
+    left_out = (
+        (trace.num_empty, "without a prompt left out"),
+        (trace.num_too_long, "too long for the pool left out"),
+        (trace.num_without_answer, "without an answer get one token"),
+    )
+    return "; ".join(
+        (
+            f"{base.trace} ({trace.format}), {base.num_requests} requests in each of {seeds} "
+            f"part{'s' * (seeds > 1)}",
+            f"{base.model} on {base.device}, simulated",
+            f"goodput within {bounds}",
+            *(f"{number:,} {why}" for number, why in left_out if number),
+        )
+    )
+
+
+def _caption(plan: _Plan) -> str:
+    return "seconds" + (
+        "; ± half the width of a 95 % interval over the parts" if len(plan.parts) > 1 else ""
+    )
+
+
+def _cells_of(plan: _Plan, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the head of the table, and its rows."""
+    from jaxserve.core.sizes import format_bytes
+
+    has_load, has_pool = len(plan.loads) > 1, len(plan.pools) > 1
+    shown = [name for name in _COLUMNS if name not in _ONLY_IN_JSON]
+    if any(row[_RATIO] for row in rows):
+        shown.insert(1 + shown.index("p99"), _RATIO)
+    head = ["policy", *["load"] * has_load, *["KV"] * has_pool, *shown]
+    return [
+        head,
+        *(
+            [
+                row["policy"],
+                *[f"{row['load']:g}"] * has_load,
+                *[format_bytes(row["kv_memory"])] * has_pool,
+                *(_shown(row[name]) for name in shown),
+            ]
+            for row in rows
+        ),
+    ]
+
+
 def _table(plan: _Plan, rows: Sequence[dict[str, Any]], bounds_s: dict[str, float]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from jaxserve.core.sizes import format_bytes
-
-    base, trace = plan.base, plan.trace
-    left_out = [
-        f"{number:,} {why}"
-        for number, why in (
-            (trace.num_empty, "without a prompt left out"),
-            (trace.num_too_long, "too long for the pool left out"),
-            (trace.num_without_answer, "without an answer get one token"),
-        )
-        if number
-    ]
-    bounds = ", ".join(f"{name} {1000 * s:g} ms" for name, s in bounds_s.items())
-    seeds = len(plan.parts)
     table = Table(
-        title=f"{base.trace} ({trace.format}), {base.num_requests} requests in each of {seeds} "
-        f"part{'s' * (seeds > 1)}; {base.model} on {base.device}, simulated; goodput within "
-        f"{bounds}" + "".join(f"; {each}" for each in left_out),
+        title=_about(plan, bounds_s),
         title_justify="left",
-        caption="seconds; ± half the width of a 95 % interval over the parts"
-        if seeds > 1
-        else None,
+        caption=_caption(plan),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column("policy", no_wrap=True)
-    has_load, has_pool = len(plan.loads) > 1, len(plan.pools) > 1
-    for name, is_shown in (("load", has_load), ("KV", has_pool)):
-        if is_shown:
-            table.add_column(name, justify="right", no_wrap=True)
-    shown = [name for name in _COLUMNS if name not in _ONLY_IN_JSON]
-    if any(row[_RATIO] for row in rows):
-        shown.insert(1 + shown.index("p99"), _RATIO)
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+    head, *lines = _cells_of(plan, rows)
+    for name in head:
+        is_name = name == "policy"
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
     before = None
-    for row in rows:
+    for row, line in zip(rows, lines, strict=True):
         place = row["load"], row["kv_memory"]
         if before not in (None, place):
             table.add_section()
         before = place
-        table.add_row(
-            row["policy"],
-            *([f"{row['load']:g}"] if has_load else []),
-            *([format_bytes(row["kv_memory"])] if has_pool else []),
-            *(_shown(row[name]) for name in shown),
-        )
+        table.add_row(*line)
     return table
 
 
+def _write_page(
+    page: Path,
+    plan: _Plan,
+    rows: Sequence[dict[str, Any]],
+    bounds_s: dict[str, float],
+    played: Sequence[tuple[ArenaRun, ArenaResult]],
+) -> None:
+    from jaxserve.report.arena import arena_page
+
+    about = f"{_about(plan, bounds_s)}; {_caption(plan)}."
+    title = f"Policies on {Path(plan.base.trace).name}"
+    try:
+        page.write_text(arena_page(title, about, _cells_of(plan, rows), played), encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfigError(
+            f"--page {page} cannot be written: {error}; pass another file"
+        ) from error
+
+
 def _shown(figure: tuple[float, float | None] | None) -> str:
-    """Return a mean with three digits, and its half width with as many places."""
+    """Return a mean with three digits, and its half width with two, or as many places."""
     if figure is None:
         return "-"
     mean, half = figure
-    places = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0
-    places = min(places, 4)
-    return f"{mean:,.{places}f}" + ("" if half is None else f" ±{half:,.{places}f}")
+    places = _places(mean, 3)
+    text = f"{mean:,.{places}f}"
+    return text if half is None else f"{text} ±{half:,.{min(places, _places(half, 2))}f}"
+
+
+def _places(number: float, num_digits: int) -> int:
+    """Return the places after the point, at most 4, that show this many digits of a number."""
+    if not number:
+        return 0
+    return min(4, max(0, num_digits - 1 - math.floor(math.log10(abs(number)))))
 
 
 def _chosen(kept: ArenaResults, wanted: dict[str, Any]) -> ArenaRun:

@@ -47,8 +47,9 @@ def test_a_policy_is_compared_with_presets(trace):
         assert mean > 0 and half >= 0
         assert 0 <= row["goodput"][0] <= 1 and 0 < row["fairness"][0] <= 1
     assert [row["p99 / vllm_like"][0] for row in report["rows"][1::3]] == [1.0, 1.0]
-    table = run(f"arena my_policy.py --trace {trace} {OPTIONS} --load 20")
+    table = run(f"arena my_policy.py --trace {trace} {OPTIONS} --load 20 --page page.html")
     assert "short_first" in table.stdout and "±" in table.stdout
+    assert "<td>short_first</td>" in Path("page.html").read_text()
 
 
 def test_runs_are_kept_and_an_interruption_goes_on(trace):
@@ -123,6 +124,7 @@ def test_why_a_request_was_late(trace):
         ("--trace trace.csv --goodput ttft", "--goodput 'ttft' is not understood"),
         ("--trace trace.csv --results trace.csv", "is not a result of the arena"),
         ("no_such.py --trace trace.csv", "the policy file no_such.py cannot be run"),
+        ("--trace trace.csv --page no/page.html", "there is no folder no"),
         ("why 3", "arena.jsonl does not exist"),
     ],
 )
