@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.common.counters import spent_s
 from benchmarks.common.harness import Benchmark, Record, option, whole_numbers
 from benchmarks.common.repeats import Figures, repeats, summary
-from benchmarks.common.serving import raise_error, replay
+from benchmarks.common.serving import raise_error
 from jaxserve.cli.opening import device_groups
 from jaxserve.core.metrics import spread
 from jaxserve.core.request import Completion
@@ -34,6 +34,7 @@ from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.workload import WorkloadItem
+from jaxserve.workload.load import replay
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime

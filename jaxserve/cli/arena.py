@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 from typer.core import TyperGroup
 
 from jaxserve.cli import options as opt
+from jaxserve.cli.opening import open_service
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxserve.planning.arena import ArenaResult, ArenaResults, ArenaRun
     from jaxserve.planning.blame import Span
+    from jaxserve.runtime import Runtime
     from jaxserve.scheduling.policy import Policy
     from jaxserve.workload.traces import Trace
 
@@ -329,6 +333,179 @@ def why(
     opt.show_wide(_table_of_causes(blame.spans))
     opt.show_wide(_table_of_spans(blame.spans, served.arrival_s))
     opt.show_wide(_table_of_others(others, chosen.policy))
+
+
+@arena_app.command("measure")
+def measure(
+    policy_file: Annotated[
+        Path | None,
+        typer.Argument(help="A Python file that defines a Policy, too.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None, _option(_TRACE, "--trace", "-t", text="As for `jaxserve arena`.")
+    ] = None,
+    num_requests: Annotated[
+        int, _option(_TRACE, "--num-requests", text="Requests of each run.")
+    ] = 32,
+    start: Annotated[
+        float, _option(_TRACE, "--start", text="Seconds of the trace before the first request.")
+    ] = 0.0,
+    load: Annotated[
+        float, _option(_TRACE, "--load", text="The trace's times are divided by it.")
+    ] = 1.0,
+    max_tokens: Annotated[
+        int | None,
+        _option(_TRACE, "--max-tokens", text="Limit of answers. [default: the longest answer]"),
+    ] = None,
+    policies: Annotated[
+        str, _option(_POLICIES, "--policies", text="Presets, separated by commas.")
+    ] = "vllm_like,auto",
+    model: opt.Model = opt.DEFAULT_MODEL,
+    random_weights: Annotated[
+        bool, _option("Runtime", "--random-weights", text="Random weights, and no download.")
+    ] = False,
+    kv_memory: opt.KvMemory = None,
+    max_slots: opt.MaxSlots = None,
+    max_context: opt.MaxContext = None,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Serve a part of a trace on this machine's device, and say how far a simulation is off.
+
+    Each policy serves the same requests with a model of its own runtime, and the simulator plays
+    them with the step times of that runtime, which are measured just before. Requests that are
+    longer than the model's context are left out. There are no predictions.
+    """
+    with opt.exit_codes():
+        if trace is None:
+            raise InvalidConfigError("--trace is missing; pass a trace's file")
+        if num_requests < 1 or not 0 < load < math.inf:
+            raise InvalidConfigError(
+                f"--num-requests {num_requests} and --load {load:g} are not allowed; pass at least "
+                "1, and a number above 0"
+            )
+        runs = []
+        for policy, _ in _contenders(policies, policy_file):
+            opened = open_service(
+                model,
+                quiet=quiet,
+                policy=policy,
+                load="random" if random_weights else None,
+                kv_memory=kv_memory,
+                max_slots=max_slots,
+                max_context=max_context,
+                warmup="full",
+            )
+            with cast("Runtime", opened) as rt:
+                part = _part_for(rt, trace, num_requests, start, progress=not quiet)
+                part = part if part.has_times else part.with_arrivals("all", 0)
+                runs.append(_measured(rt, policy, part.at_load(load), max_tokens, quiet=quiet))
+        error = {
+            name: statistics.fmean(abs(run["error"][name]) for run in runs) for name in _JUDGED
+        }
+    if as_json:
+        typer.echo(json.dumps({"trace": str(trace), "model": model, "runs": runs, "error": error}))
+        return
+    opt.show_wide(_table_of_errors(runs))
+    typer.echo(
+        f"mean absolute percentage error of the simulator over {len(runs)} run(s): "
+        f"{error['latency_s']:.1%} of the latency, {error['time_to_first_token_s']:.1%} of the "
+        "first token"
+    )
+
+
+# The figures whose means are compared.
+_JUDGED = ("latency_s", "time_to_first_token_s")
+
+
+def _part_for(rt: Runtime, path: Path, num: int, start_s: float, *, progress: bool) -> Trace:
+    """Return the first requests of a trace that fit into a runtime's context."""
+    from jaxserve.workload.traces import read_trace
+
+    def tokenizer() -> Any:
+        if rt.tokenizer is None:
+            raise InvalidConfigError("the model has no tokenizer, and the trace has texts")
+        return rt.tokenizer
+
+    return read_trace(
+        path,
+        num=num,
+        start_s=start_s,
+        max_context=rt.config.max_length,
+        tokenizer=tokenizer,
+        progress=progress,
+    )
+
+
+def _measured(
+    rt: Runtime, policy: Policy, part: Trace, max_tokens: int | None, *, quiet: bool
+) -> dict[str, Any]:
+    """Return the figures of a part on the device and simulated, and the errors of their means."""
+    from jaxserve.core.metrics import summarise
+    from jaxserve.planning import simulate
+    from jaxserve.workload.load import replay
+    from jaxserve.workload.traces import Replay
+
+    longest = max(1, *(request.num_output_tokens for request in part.requests))
+
+    def again() -> Replay:
+        limit = longest if max_tokens is None else max_tokens
+        return Replay(part, max_tokens=limit, vocab_size=rt.vocab_size)
+
+    times = rt.measure_step_times(rounds=1)
+    rt.generate([1], SamplingParams(max_tokens=1), progress=False)
+    rt.forget_kept_pages()
+    played = again()
+    done, wall_s = replay(
+        rt, played.items, label=policy.name, follow_up=played.follow_up, progress=not quiet
+    )
+    for completion in done:
+        if completion.error is not None:
+            raise completion.error
+    played = again()
+    simulation = simulate(
+        played.items,
+        policy,
+        rt.config,
+        times,
+        follow_up=played.follow_up,
+        chunk_cost=times.chunk_cost(),
+        progress=not quiet,
+    )
+    measured: dict[str, Any] = summarise(done, wall_s)
+    simulated: dict[str, Any] = summarise(simulation.completions, simulation.wall_s)
+    return {
+        "policy": policy.name,
+        "measured": measured,
+        "simulated": simulated,
+        "error": {name: simulated[name]["mean"] / measured[name]["mean"] - 1 for name in _JUDGED},
+    }
+
+
+def _table_of_errors(runs: Sequence[dict[str, Any]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="measured and simulated, in seconds", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for name in ("policy", "", "tokens/s", "latency", "error", "p99", "1st token", "error", "p99"):
+        table.add_column(name, justify="left" if name in ("policy", "") else "right")
+    for run in runs:
+        for kind in ("measured", "simulated"):
+            figures, is_simulated = run[kind], kind == "simulated"
+            spreads = [
+                text
+                for name in _JUDGED
+                for text in (
+                    f"{figures[name]['mean']:.3f}",
+                    f"{run['error'][name]:+.1%}" if is_simulated else "",
+                    f"{figures[name]['p99']:.3f}",
+                )
+            ]
+            name = "" if is_simulated else run["policy"]
+            table.add_row(name, kind, f"{figures['output_tokens_per_s']:,.0f}", *spreads)
+    return table
 
 
 def _contenders(names: str | None, file: Path | None) -> list[tuple[Policy, Path | None]]:

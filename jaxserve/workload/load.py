@@ -1,25 +1,34 @@
 """The load of a measurement: requests that are sent at given times, and when their tokens come.
 
-The HTTP client is small because it shares the machine with the server that it measures.
+`replay` sends to a runtime of this process, and `send_all` to a server. The HTTP client is small
+because it shares the machine with the server that it measures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
+import queue
 import ssl
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 from urllib.parse import urlsplit
+
+from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import PERCENTILES, spread
+from jaxserve.core.request import Completion
+from jaxserve.workload.conversations import FollowUp
+from jaxserve.workload.items import WorkloadItem
 
 _Request = TypeVar("_Request")
 
@@ -27,6 +36,83 @@ _Request = TypeVar("_Request")
 _LEAD_S = 0.1
 _READ_BYTES = 1 << 16
 _MAX_ERROR_CHARACTERS = 500
+
+
+class _Pending(Protocol):
+    @property
+    def future(self) -> Future[Completion]: ...
+
+
+class TakesItems(Protocol):
+    """A runtime, as far as a replay needs it."""
+
+    def submit_items(self, items: Sequence[WorkloadItem], /) -> Sequence[_Pending]:
+        """Submit requests that arrive now."""
+        ...
+
+
+def replay(
+    service: TakesItems,
+    items: Sequence[WorkloadItem],
+    *,
+    label: str,
+    follow_up: FollowUp | None = None,
+    progress: bool = True,
+) -> tuple[list[Completion], float]:
+    """Submit every item when it arrives, and wait for every answer.
+
+    Args:
+      follow_up: returns the item to submit after an answer, or None.
+
+    Returns:
+      The completions of the items in their order, then those of follow-up items, in the order of
+        submission; and the seconds of the whole.
+    """
+    begin_s = time.perf_counter()
+    submitted = list(items)
+    arriving = [(item.arrival_s, index) for index, item in enumerate(submitted)]
+    heapq.heapify(arriving)
+    ended: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
+    done: dict[int, Completion] = {}
+    with tqdm(
+        total=len(submitted), desc=label, unit="req", leave=False, delay=2, disable=not progress
+    ) as bar:
+        while len(done) < len(submitted):
+            now_s = time.perf_counter() - begin_s
+            together: list[int] = []
+            while arriving and arriving[0][0] <= now_s:
+                together.append(heapq.heappop(arriving)[1])
+            if together:
+                _submit(service, {index: submitted[index] for index in together}, ended)
+            try:
+                wait_s = max(0.0, arriving[0][0] - now_s) if arriving else None
+                index, done_now = ended.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            done[index] = done_now
+            bar.update()
+            if follow_up is None:
+                continue
+            item = follow_up(index, done_now, time.perf_counter() - begin_s)
+            if item is not None:
+                heapq.heappush(arriving, (item.arrival_s, len(submitted)))
+                submitted.append(item)
+                bar.total = len(submitted)
+    return [done[index] for index in range(len(submitted))], time.perf_counter() - begin_s
+
+
+def _submit(
+    service: TakesItems,
+    items: dict[int, WorkloadItem],
+    ended: queue.SimpleQueue[tuple[int, Completion]],
+) -> None:
+    """Submit the items together; each completion goes into `ended` with the index of its item."""
+    for index, pending in zip(items, service.submit_items(list(items.values())), strict=True):
+
+        def put(future: Future[Completion], index: int = index) -> None:
+            ended.put((index, future.result()))
+
+        pending.future.add_done_callback(put)
 
 
 @final
