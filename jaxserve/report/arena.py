@@ -92,7 +92,7 @@ def draw_arena(played: Sequence[Played]) -> Figure:
             _draw_latency(own, [each for each in played if each[0].kv_memory == pool], styles)
             own.set_title(f"p90 of the latency (parts' range shaded), KV of {format_bytes(pool)}")
         _legend_above(axes[0], len(policies))
-        memory, strips = axes[len(pools)], axes[len(pools) + 1 :]
+        memory, strips = axes[len(pools)], list(axes[len(pools) + 1 :])
         _draw_memory(memory, busiest, styles)
         _draw_requests(strips, busiest)
     return figure

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import sharegpt
 from jaxserve.workload.items import WorkloadItem, arrival_times
 from jaxserve.workload.trace_formats import ReadOptions, TraceRequest, reader_of
@@ -222,6 +223,7 @@ class Replay:
             num_output_tokens=num_output,
             max_tokens=limit,
             arrival_s=request.arrival_s or 0.0,
+            sampling=SamplingParams(tenant=request.tenant or None),
         )
 
     def _prompt(self, number: int) -> tuple[int, ...]:

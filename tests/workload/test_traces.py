@@ -225,6 +225,8 @@ def test_clients_of_servegen_send_at_their_rates(tmp_path):
         sum(each.tenant == f"chunk-{client}" for each in trace.requests) for client in (0, 1)
     ] == [2 * 299, 2 * 59]
     assert {each.num_prompt_tokens for each in trace.requests} == {40, 41}
+    tenants = [item.sampling.tenant for item in _replay(trace).items]
+    assert tenants == [each.tenant for each in trace.requests]
     assert trace == read_trace(tmp_path, seed=3) != read_trace(tmp_path, seed=4)
 
 
