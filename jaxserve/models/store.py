@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -53,6 +54,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+# Returns the result of a function, perhaps that of an earlier process for the same values, which
+# decide the result.
+Remember = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
+
+
+def made_now(values: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    return make()
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
@@ -86,6 +96,7 @@ def load_model(
     cache: bool = True,
     saves_behind: bool = False,
     huge_pages: bool = True,
+    remember: Remember = made_now,
     progress: bool = True,
 ) -> LoadedModel:
     """Load a model; download it first if it has a name and is not in the cache.
@@ -106,6 +117,7 @@ def load_model(
         spans several processes.
       saves_behind: return before the converted form is written; the process ends after that.
       huge_pages: see `RuntimeOptions`.
+      remember: finds the structure of an equal model of an earlier process, which is not traced.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
         are unrolled. Scanned ones compile in a time that does not grow with their number, but their
         steps take longer: XLA on GPUs first copies the weights of each layer.
@@ -123,7 +135,15 @@ def load_model(
     if any(map(_has_stages, groups)):
         layer_layout = "unrolled"
     mesh = groups[0]
-    how = _How(parse_dtype(dtype), layer_layout, mesh, progress, quantisation, huge_pages)
+    how = _How(
+        dtype=parse_dtype(dtype),
+        layer_layout=layer_layout,
+        mesh=mesh,
+        progress=progress,
+        quantisation=quantisation,
+        huge_pages=huge_pages,
+        remember=remember,
+    )
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
@@ -169,7 +189,7 @@ def _has_stages(mesh: Mesh | StagePlan | None) -> bool:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _How:
     dtype: str | None
     layer_layout: LayerLayout
@@ -177,6 +197,7 @@ class _How:
     progress: bool
     quantisation: Quantisation | None
     huge_pages: bool
+    remember: Remember
 
     @property
     def change(self) -> WeightChange | None:
@@ -203,8 +224,10 @@ class _How:
         With `dense`, they are those of the model before its weights are changed.
         """
         layout = self.layout_of(config)
-        graphdef, state = abstract_model(
-            config, layer_layout=layout, change=None if dense else self.change
+        change = None if dense else self.change
+        graphdef, state = self.remember(
+            (config, layout, None if dense else self.quantisation),
+            partial(abstract_model, config, layer_layout=layout, change=change),
         )
         stages = planned_stages(self.mesh, config)
         if stages is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -23,12 +24,15 @@ from jaxserve.steps.executable_store import (
     Unnameable,
     key_of,
     our_sources,
+    these_settings,
     this_installation,
 )
 from jaxserve.steps.preparation import start_thread
 
 if TYPE_CHECKING:
     from jaxserve.models.store import LoadedModel
+
+_T = TypeVar("_T")
 
 
 def load_for(
@@ -86,8 +90,18 @@ def load_weights(
             quantisation=Quantisation.at_loading(options, mesh),
             saves_behind=True,
             huge_pages=options.huge_pages,
+            remember=_remembered,
             progress=options.progress,
         )
+
+
+def _remembered(values: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    """Return what an earlier process made of these values with this installation, or make it."""
+    try:
+        key = key_of("made", this_installation(), our_sources(), these_settings(), values)
+    except Unnameable:  # a family of the user's
+        return make()
+    return executable_store().remembered(key, make)
 
 
 def _begin_to_load(

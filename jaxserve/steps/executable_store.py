@@ -20,13 +20,13 @@ import tempfile
 import threading
 import types
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from jax.experimental import serialize_executable
 from jaxserve.kernels.build import cpu_model, is_own, read_own_file
 from jaxserve.kernels.cpu_targets import register_called
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
@@ -213,6 +214,18 @@ class ExecutableStore:
                 Path(scratch).unlink(missing_ok=True)
         except OSError as error:
             self._warn_not_kept(error)
+
+    def remembered(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return what an earlier process made for a key, or make it and write it, pickled."""
+        contents = self.read(key)
+        if contents is not None:
+            try:
+                return pickle.loads(contents)
+            except Exception as error:  # pickle raises many kinds
+                self._drop(key, error)
+        made = make()
+        self.write(key, pickle.dumps(made))
+        return made
 
     def _warn_not_kept(self, error: OSError) -> None:
         """Say once what a folder that cannot be written to, or a full disk, costs."""

@@ -274,6 +274,22 @@ def test_a_new_folder_is_for_its_user_alone(tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_what_an_earlier_process_made_is_remembered(tmp_path):
+    """It is made once, and again if its entry cannot be read."""
+    made = []
+
+    def make() -> list[int]:
+        made.append(1)
+        return [1, 2]
+
+    for _ in range(2):
+        assert ExecutableStore(tmp_path).remembered("key", make) == [1, 2]
+    assert len(made) == 1
+    ExecutableStore(tmp_path).write("key", b"not a pickle")
+    assert ExecutableStore(tmp_path).remembered("key", make) == [1, 2]
+    assert len(made) == 2
+
+
 def test_the_oldest_entries_are_removed(tmp_path):
     """The size of all entries stays below the bound, and what was read last stays."""
     executable = jax.jit(lambda x: x + 1).lower(X).compile()
