@@ -35,7 +35,6 @@ from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
-from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes, served_context
 from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import sharded
@@ -53,14 +52,13 @@ from jaxserve.models.quantisation import (
 )
 from jaxserve.models.store import load_model
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.planning import Origin
 from jaxserve.planning.schedules.schedule import LatencyBounds
+from jaxserve.planning.step_times import Origin
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.planner import ObservedLengths, Planner
 from jaxserve.runtime.processes import claim, own_mesh, processes_of
-from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.runtime.turn_client import ServiceTurnClient
@@ -291,6 +289,9 @@ def build_parts(
         timings = Timings(replicas, origin, clock, options, decode_origin)
         regrouper = None
         if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
+            from jaxserve.execution.regroup import GroupMaker
+            from jaxserve.runtime.regrouper import Regrouper
+
             maker = GroupMaker(replace(spec, options=replace(options, host_memory=0)))
             regrouper = Regrouper(replicas, grouped, maker, mesh, timings, clock)
         planner = Planner(replicas, timings, observed, regrouper)

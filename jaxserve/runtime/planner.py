@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -21,11 +21,7 @@ from jaxserve.core.errors import (
     RegroupError,
 )
 from jaxserve.core.request import Completion, Request
-from jaxserve.planning.schedules.adaptation import Adaptation, task_of
-from jaxserve.planning.schedules.divided import DividedPlanner
-from jaxserve.planning.schedules.families import FAMILIES, planner_of
 from jaxserve.planning.schedules.lengths import lengths_of, pairs_of
-from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
     answer_lengths,
@@ -33,17 +29,21 @@ from jaxserve.planning.schedules.observed import (
     unfinished,
 )
 from jaxserve.planning.schedules.plan import SchedulePlan
-from jaxserve.planning.schedules.planner import SchedulePlanner
-from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.schedule import (
     AllocationPolicy,
     Division,
     LatencyBounds,
     check_families,
 )
-from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
+
+# Searches for schedules are imported by the methods that plan: most runtimes never do.
+if TYPE_CHECKING:
+    from jaxserve.planning.schedules.adaptation import Adaptation
+    from jaxserve.planning.schedules.planner import SchedulePlanner
+    from jaxserve.planning.schedules.played import Player
+    from jaxserve.runtime.regrouper import Regrouper
 
 _log = logging.getLogger(__name__)
 
@@ -278,6 +278,8 @@ class Planner:
 
     def start(self, bounds: LatencyBounds) -> None:
         """Plan as soon as lengths are known, under bounds of the options; measure step times."""
+        from jaxserve.planning.schedules.adaptation import Adaptation
+
         # One round is the shortest measurement that has every shape.
         if self.timings.has_groups:
             self.timings.group_times(rounds=1)
@@ -298,6 +300,8 @@ class Planner:
         max_pause_s: float,
         policies: Sequence[str] | None,
     ) -> SchedulePlan:
+        from jaxserve.planning.schedules.adaptation import task_of
+
         self._replicas.check_leads()
         self._replicas.check_may_wait()
         given = None
@@ -361,6 +365,8 @@ class Planner:
         is_given: bool,
     ) -> SchedulePlan:
         """Make the replicas adopt a plan, and adapt it; return it with the pause of a move."""
+        from jaxserve.planning.schedules.adaptation import Adaptation
+
         if not adapt:
             return self._controller.adopt(plan, None) or plan
         running = self._controller.running()
@@ -390,6 +396,9 @@ class Planner:
         max_wait_s: float | None = None,
         max_pause_s: float = 0.0,
     ) -> SchedulePlanner:
+        from jaxserve.planning.schedules.families import FAMILIES, planner_of
+        from jaxserve.planning.schedules.played import Player
+
         policy = self._replicas.first.engine.scheduler.policy
         if self.timings.has_groups:
             own = [family for family in policy.families if family in _GROUPED]
@@ -414,6 +423,9 @@ class Planner:
         max_wait_s: float | None,
         max_pause_s: float,
     ) -> SchedulePlanner:
+        from jaxserve.planning.schedules.divided import DividedPlanner
+        from jaxserve.planning.schedules.measured_waa import WAAPlanner
+
         executor, regrouper = self._replicas.first.executor, self._regrouper
         if regrouper is None and policies is not None and "waa" not in policies:
             raise InvalidConfigError(

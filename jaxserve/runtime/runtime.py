@@ -27,9 +27,9 @@ from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.plan import SchedulePlan
 from jaxserve.planning.schedules.schedule import LatencyBounds
+from jaxserve.planning.step_times import GroupTimes, StepTimes
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts, with_token_options
 from jaxserve.runtime.loading import load_for

@@ -13,7 +13,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.planning import (
+from jaxserve.planning.step_times import (
     GroupTimes,
     Origin,
     StepTimes,
@@ -21,8 +21,6 @@ from jaxserve.planning import (
     find_step_times,
     keep_group_times,
     keep_step_times,
-    measure,
-    measure_groups,
 )
 from jaxserve.runtime.replicas import Replicas
 
@@ -76,6 +74,8 @@ class Timings:
     # ---- one group of devices ----
 
     def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
+        from jaxserve.planning.profiler import measure
+
         self._replicas.check_leads()
         self._check_one_group()
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
@@ -121,6 +121,8 @@ class Timings:
     # ---- two groups of devices ----
 
     def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
+        from jaxserve.planning.profiler import measure_groups
+
         self._replicas.check_leads()
         self._check_two_groups()
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):

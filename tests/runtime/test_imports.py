@@ -19,6 +19,7 @@ _UNUSED = (
     *("jax._src.pallas.triton", "jax._src.pallas.mosaic_gpu.lowering"),
     *("jaxserve.cells", "jaxserve.fleet", "jaxserve.server"),
     *("jaxserve.models.kept_weights", "jaxserve.models.quantised_folders"),
+    *("jaxserve.planning.profiler", "jaxserve.planning.simulator", "jaxserve.runtime.regrouper"),
 )
 # The command, its runtime, and the family of the model; no array is made.
 _PROGRAM = f"""
