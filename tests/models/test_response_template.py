@@ -18,7 +18,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.models import thinking, tool_calls
-from jaxserve.models.response_template import RegionReader, formats_of
+from jaxserve.models.response_template import RegionReader, Regions, formats_of
 from jaxserve.models.thinking import Opening, Thinking
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import written
@@ -212,13 +212,17 @@ _BLOCKS_TEXT = (
 _LINES_TEXT = "<why>\n b c\n</why>\n\nd\n e\n\n[call g]\nx=1\ny=h i\n[/call]\n[call j]\n[/call]"
 
 
-def _read_regions(template: dict[str, Any], pieces: Sequence[str], prompt: str = "") -> Any:
-    """Return the reasoning, the content, and the names and arguments of the calls."""
+def _regions(template: dict[str, Any]) -> Regions:
     thinks, calls, regions = formats_of(template, thinking.TAGS, tool_calls.LIST)
     assert (thinks, calls) == (thinking.REGIONS, tool_calls.HERMES) and regions is not None
+    return regions
+
+
+def _read_regions(regions: Regions, pieces: Sequence[str], prompt: str = "") -> Any:
+    """Return the reasoning, the content, and the names and arguments of the calls."""
     reader = RegionReader(regions, prompt)
     found = [*map(reader.push, pieces), reader.finish()]
-    content, made = read(calls, ["".join(text for _, text in found)], {})
+    content, made = read(tool_calls.HERMES, ["".join(text for _, text in found)], {})
     return "".join(text for text, _ in found), content, [(n, json.loads(a)) for n, a in made]
 
 
@@ -228,6 +232,7 @@ def _read_regions(template: dict[str, Any], pieces: Sequence[str], prompt: str =
         (_BLOCKS, _BLOCKS_TEXT, " b c", "d\n e", [("g", {"x": 1})]),
         (_LINES, _LINES_TEXT, "b c", "d\n e", [("g", {"x": "1", "y": "h i"}), ("j", {})]),
     ],
+    ids=["blocks", "lines"],
 )
 def test_other_answers_are_read_by_the_regions(template, text, reasoning, content, calls):
     """As transformers reads them, and alike however they are cut."""
@@ -236,10 +241,10 @@ def test_other_answers_are_read_by_the_regions(template, text, reasoning, conten
     assert content == theirs.get("content", content)
     made = [call["function"] for call in theirs["tool_calls"]]
     assert [(call["name"], call["arguments"]) for call in made] == calls
-    wanted = reasoning, content, calls
-    assert _read_regions(template, [text]) == _read_regions(template, text) == wanted
+    wanted, regions = (reasoning, content, calls), _regions(template)
+    assert _read_regions(regions, [text]) == _read_regions(regions, text) == wanted
     for at in range(len(text)):
-        assert _read_regions(template, [text[:at], text[at:]]) == wanted
+        assert _read_regions(regions, [text[:at], text[at:]]) == wanted
 
 
 def test_the_regions_of_a_stream_of_tokens():
@@ -264,9 +269,8 @@ def test_the_regions_of_a_stream_of_tokens():
 def test_regions_may_begin_in_the_prompt():
     """What it has of the answer is not repeated, and what is before that is not read."""
     prompt = "<|text|>z<answer><|thinking|>"
-    assert _read_regions(_BLOCKS, ["b<|end|><|text|>c"], prompt) == ("b", "c", [])
-    regions = formats_of(_BLOCKS, None, tool_calls.LIST)[2]
-    assert regions is not None
+    regions = _regions(_BLOCKS)
+    assert _read_regions(regions, ["b<|end|><|text|>c"], prompt) == ("b", "c", [])
     reader = RegionReader(regions, prompt)
     assert reader.push("b") == ("b", "") and reader.phase == "thinking" and reader.has_thought
     assert reader.push("<|end|>") == ("", "") and reader.phase == "answer"
@@ -275,11 +279,12 @@ def test_regions_may_begin_in_the_prompt():
 
 def test_calls_that_are_cut_or_broken():
     """The end of the answer drops what it cuts; what no parser reads stays as text."""
+    regions = _regions(_BLOCKS)
     at = _BLOCKS_TEXT.index('"args"')
-    assert _read_regions(_BLOCKS, [_BLOCKS_TEXT[:at]]) == (" b c", "d\n e", [])
+    assert _read_regions(regions, [_BLOCKS_TEXT[:at]]) == (" b c", "d\n e", [])
     broken = _BLOCKS_TEXT.replace("1}}", "1}")
-    assert _read_regions(_BLOCKS, [broken]) == _read_regions(_BLOCKS, broken)
-    assert _read_regions(_BLOCKS, [broken])[1:] == ('d\n e{"name": "g", "args": {"x": 1}', [])
+    assert _read_regions(regions, [broken]) == _read_regions(regions, broken)
+    assert _read_regions(regions, [broken])[1:] == ('d\n e{"name": "g", "args": {"x": 1}', [])
 
 
 def test_what_is_read_only_cannot_be_demanded():
