@@ -705,7 +705,7 @@ def _rows(
                 "kv_memory": pool,
                 "num_seeds": len(own),
                 "errors": sorted({each.error for each in results.values() if each.error}),
-                **{column: figures_over(own.values(), *keys) for column, keys in _COLUMNS.items()},
+                **{name: figures_over(own.values(), *keys) for name, keys in _FIGURES.items()},
                 _RATIO: interval(ratios) if ratios else None,
             }
         )
@@ -737,26 +737,33 @@ def _simulate(
     return True
 
 
-# Column -> keys of its figure.
-_COLUMNS = {
-    "tokens/s": ("output_tokens_per_s",),
-    "latency p50": ("latency_s", "p50"),
-    "p90": ("latency_s", "p90"),
-    "p99": ("latency_s", "p99"),
-    "1st token p50": ("time_to_first_token_s", "p50"),
-    "1st token p99": ("time_to_first_token_s", "p99"),
-    "a token p50": ("time_per_output_token_s", "p50"),
-    "a token p99": ("time_per_output_token_s", "p99"),
-    "goodput": ("goodput", "share"),
-    "fairness": ("fairness",),
-    "preempted": ("num_preemptions",),
-    "cache hits": ("hit_share",),
+# Name of a figure -> its keys in the figures of a run.
+_FIGURES = {
+    "output_tokens_per_s": ("output_tokens_per_s",),
+    **{
+        f"{name}_{percentile}": (name, percentile)
+        for name in ("latency_s", "time_to_first_token_s", "time_per_output_token_s")
+        for percentile in ("p50", "p90", "p99")
+    },
+    "goodput_share": ("goodput", "share"),
+    **{name: (name,) for name in ("fairness", "num_preemptions", "hit_share")},
 }
-# The policy whose p99 of the latency is the unit of a column, part by part.
+# The policy whose p99 of the latency is the unit of a figure, part by part.
 _BASELINE = "vllm_like"
-_RATIO = f"p99 / {_BASELINE}"
-# Those that the table has no room for.
-_ONLY_IN_JSON = ("1st token p50", "a token p50", "preempted", "cache hits")
+_RATIO = "latency_p99_ratio"
+# Column of the table -> its figure, and what that is multiplied with.
+_COLUMNS = {
+    "tokens/s": ("output_tokens_per_s", 1),
+    "latency p50": ("latency_s_p50", 1),
+    "p90": ("latency_s_p90", 1),
+    "p99": ("latency_s_p99", 1),
+    f"p99 / {_BASELINE}": (_RATIO, 1),
+    "1st token p50": ("time_to_first_token_s_p50", 1),
+    "1st token p99": ("time_to_first_token_s_p99", 1),
+    "a token p99 (ms)": ("time_per_output_token_s_p99", 1000),
+    "goodput": ("goodput_share", 1),
+    "fairness": ("fairness", 1),
+}
 
 
 def _about(plan: _Plan, bounds_s: dict[str, float]) -> str:
@@ -790,9 +797,11 @@ def _cells_of(plan: _Plan, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     from jaxserve.core.sizes import format_bytes
 
     has_load, has_pool = len(plan.loads) > 1, len(plan.pools) > 1
-    shown = [name for name in _COLUMNS if name not in _ONLY_IN_JSON]
-    if any(row[_RATIO] for row in rows):
-        shown.insert(1 + shown.index("p99"), _RATIO)
+    shown = {
+        title: figure
+        for title, figure in _COLUMNS.items()
+        if figure[0] != _RATIO or any(row[_RATIO] for row in rows)
+    }
     head = ["policy", *["load"] * has_load, *["KV"] * has_pool, *shown]
     return [
         head,
@@ -801,7 +810,7 @@ def _cells_of(plan: _Plan, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
                 row["policy"],
                 *[f"{row['load']:g}"] * has_load,
                 *[format_bytes(row["kv_memory"])] * has_pool,
-                *(_shown(row[name]) for name in shown),
+                *(_shown(row[name], scale) for name, scale in shown.values()),
             ]
             for row in rows
         ),
@@ -854,14 +863,16 @@ def _write_page(
         ) from error
 
 
-def _shown(figure: tuple[float, float | None] | None) -> str:
+def _shown(figure: tuple[float, float | None] | None, scale: float) -> str:
     """Return a mean with three digits, and its half width with two, or as many places."""
     if figure is None:
         return "-"
     mean, half = figure
-    places = _places(mean, 3)
-    text = f"{mean:,.{places}f}"
-    return text if half is None else f"{text} ±{half:,.{min(places, _places(half, 2))}f}"
+    places = _places(scale * mean, 3)
+    text = f"{scale * mean:,.{places}f}"
+    if half is None:
+        return text
+    return f"{text} ±{scale * half:,.{min(places, _places(scale * half, 2))}f}"
 
 
 def _places(number: float, num_digits: int) -> int:

@@ -43,10 +43,10 @@ def test_a_policy_is_compared_with_presets(trace):
         (policy, load, 2) for load in (1, 20) for policy in ("short_first", "vllm_like", "orca")
     ]
     for row in report["rows"]:
-        mean, half = row["p99"]
+        mean, half = row["latency_s_p99"]
         assert mean > 0 and half >= 0
-        assert 0 <= row["goodput"][0] <= 1 and 0 < row["fairness"][0] <= 1
-    assert [row["p99 / vllm_like"][0] for row in report["rows"][1::3]] == [1.0, 1.0]
+        assert 0 <= row["goodput_share"][0] <= 1 and 0 < row["fairness"][0] <= 1
+    assert [row["latency_p99_ratio"][0] for row in report["rows"][1::3]] == [1.0, 1.0]
     table = run(f"arena my_policy.py --trace {trace} {OPTIONS} --load 20 --page page.html")
     assert "short_first" in table.stdout and "±" in table.stdout
     assert "<td>short_first</td>" in Path("page.html").read_text()
@@ -87,7 +87,7 @@ def test_a_policy_that_raises_fails_alone(trace):
     assert done.exit_code == 1
     assert "short_first failed: ZeroDivisionError" in done.stderr and "my_policy.py:" in done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert rows[0]["tokens/s"] is None and rows[1]["num_seeds"] == 2
+    assert rows[0]["output_tokens_per_s"] is None and rows[1]["num_seeds"] == 2
 
 
 def test_why_a_request_was_late(trace):
