@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -66,11 +67,13 @@ def policies_in(path: Path) -> list[Policy]:
     Raises:
       InvalidConfigError: the file cannot be run, defines no `Policy`, or one with a preset's name.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name that no import has; dataclasses look their module up by it.
+    name = f"jaxserve policy {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path)
     try:
         if spec is None or spec.loader is None:
             raise OSError("it is not a Python file")
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:
         raise InvalidConfigError(

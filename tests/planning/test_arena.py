@@ -25,6 +25,7 @@ from jaxserve.planning.arena import (
 )
 from jaxserve.planning.blame import Blame
 from jaxserve.scheduling.presets import PRESETS
+from tests.docs.blocks import blocks
 
 pytestmark = pytest.mark.fast
 
@@ -174,6 +175,21 @@ def test_other_files_are_no_results(tmp_path, text):
     with pytest.raises(InvalidConfigError, match="other:1 is not a result of the arena"):
         ArenaResults(path)
     assert path.read_text() == text
+
+
+def test_an_order_of_the_guide_is_read_from_a_file(tmp_path):
+    """A file as docs/adding_a_policy.md has it, whose annotations are texts, defines a policy."""
+    order = blocks("adding_a_policy.md")[0].text
+    more = (
+        "from jaxserve.scheduling.policy import Policy\n"
+        "from jaxserve.scheduling.presets import PRESETS\nfrom dataclasses import replace\n"
+        "base = PRESETS['vllm_like']\n"
+        "mine = replace(base, name='mine', order=ShortestPromptFirst())\n"
+    )
+    path = tmp_path / "my policy.py"
+    path.write_text(order + more)
+    assert "from __future__ import annotations" in order
+    assert [each.name for each in policies_in(path)] == ["mine"]
 
 
 @pytest.mark.parametrize(
