@@ -35,6 +35,8 @@ _RECORDED = (
     *("CONDITIONAL", "WHILE"),
 )
 OPTIONS = {OPTION: ",".join(_RECORDED)}
+# XLA leaves small programs such as the test's out of graphs.
+TEST_OPTIONS: Mapping[str, Any] = {**OPTIONS, "xla_gpu_graph_min_graph_size": 1}
 
 _COMMAND = (sys.executable, "-m", "jaxserve.steps.graph_loops")
 # It starts JAX and compiles one small program.
@@ -42,8 +44,9 @@ _LIMIT_S = 120.0
 _PASSED = b"passed"
 
 NUM_CALLS = 5
-# Iterations at most, and the width of a row; whole numbers up to it are exact in every precision.
-_MOST, _WIDTH = 12, 64
+# Iterations at most, rows, and their width. Values are whole numbers below 8, which products with a
+# permutation keep exact in every precision.
+_MOST, _ROWS, _WIDTH = 12, 16, 64
 
 Loop = Callable[[Any, Any, Any], Any]
 
@@ -119,10 +122,9 @@ def wrong_call(loop: Loop) -> str | None:
     """
     kept = []
     for call in range(1, NUM_CALLS + 1):
-        table, row, until = _inputs(call)
-        wanted = _computed(table, row, until)
-        arrays = jax.device_put((np.zeros((_MOST, _WIDTH), np.float32), table, row))
-        cache, *others = arrays
+        table, rows, until = _inputs(call)
+        wanted = _computed(table, rows, until)
+        cache, *others = jax.device_put((np.zeros((_MOST, *rows.shape), np.float32), table, rows))
         kept.append((others, loop(cache, others[0], (others[1], until))))
         got = jax.device_get(kept[-1][1])
         if not all(np.array_equal(*pair) for pair in zip(got, wanted, strict=True)):
@@ -134,41 +136,40 @@ def compiled_loop(options: Mapping[str, Any]) -> Loop:
     """Return the compiled loop of the test: it writes to a donated array, until data end it."""
 
     def run(cache: Any, table: Any, start: Any) -> Any:
-        row, until = start
+        rows, until = start
 
         def goes_on(state: Any) -> Any:
-            index, _, row = state
-            return (index < _MOST) & (row[0] != until)
+            index, _, rows = state
+            return (index < _MOST) & (rows[0, 0] != until)
 
         def step(state: Any) -> Any:
-            index, cache, row = state
-            for _ in range(3):  # products do not merge, so that a graph has several commands
-                row = jnp.mod(row @ table + 1, 8)
-            return index + 1, lax.dynamic_update_slice(cache, row[None], (index, 0)), row
+            index, cache, rows = state
+            for _ in range(3):
+                rows = jnp.mod(rows @ table + 1, 8)
+            return index + 1, lax.dynamic_update_slice(cache, rows[None], (index, 0, 0)), rows
 
-        index, cache, row = lax.while_loop(goes_on, step, (jnp.int32(0), cache, row))
-        return index, cache, row
+        return lax.while_loop(goes_on, step, (jnp.int32(0), cache, rows))
 
     return jax.jit(run, donate_argnums=0, compiler_options=dict(options))
 
 
 def _inputs(call: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Return a table that permutes, a row, and the value of its first element at the end."""
+    """Return a table that permutes, rows, and the value of their first element at the end."""
     rng = np.random.default_rng(call)
     table = np.eye(_WIDTH, dtype=np.float32)[rng.permutation(_WIDTH)]
-    row = rng.integers(0, 8, _WIDTH).astype(np.float32)
-    return table, row, np.float32((row[0] + 1 + call) % 8)
+    rows = rng.integers(0, 8, (_ROWS, _WIDTH)).astype(np.float32)
+    return table, rows, np.float32((rows[0, 0] + 1 + call) % 8)
 
 
-def _computed(table: np.ndarray, row: np.ndarray, until: np.float32) -> tuple[Any, ...]:
-    cache, index = np.zeros((_MOST, _WIDTH), np.float32), 0
-    while index < _MOST and row[0] != until:
+def _computed(table: np.ndarray, rows: np.ndarray, until: np.float32) -> tuple[Any, ...]:
+    cache, index = np.zeros((_MOST, *rows.shape), np.float32), 0
+    while index < _MOST and rows[0, 0] != until:
         for _ in range(3):
-            row = np.mod(row @ table + 1, 8)
-        cache[index] = row
+            rows = np.mod(rows @ table + 1, 8)
+        cache[index] = rows
         index += 1
-    return index, cache, row
+    return index, cache, rows
 
 
 if __name__ == "__main__":
-    sys.exit(wrong_call(compiled_loop({**OPTIONS, "xla_gpu_graph_min_graph_size": 1})))
+    sys.exit(wrong_call(compiled_loop(TEST_OPTIONS)))

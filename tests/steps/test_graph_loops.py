@@ -15,6 +15,7 @@ from jaxserve.steps.graph_loops import (
     NUM_CALLS,
     OPTION,
     OPTIONS,
+    TEST_OPTIONS,
     compiled_loop,
     failure_of,
     graph_loops_in,
@@ -32,7 +33,7 @@ HANGS = (sys.executable, "-c", "import time; time.sleep(60)")
 
 def test_a_right_loop_passes():
     """XLA knows the names of the options; on a CPU they change nothing."""
-    assert wrong_call(compiled_loop({**OPTIONS, "xla_gpu_graph_min_graph_size": 1})) is None
+    assert wrong_call(compiled_loop(TEST_OPTIONS)) is None
 
 
 def test_a_graph_with_old_addresses_is_found_at_the_second_call():
