@@ -159,7 +159,6 @@ def test_a_new_slot_expects_what_others_have_seen():
     np.testing.assert_allclose(hits + misses, 2.0, rtol=1e-6)
 
 
-@pytest.mark.release
 def test_no_token_follows_the_end():
     """Of proposals that are all right, those behind a sequence's last token are not appended."""
     text, num_left = [5, 6, 7], 2
