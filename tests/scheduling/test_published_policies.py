@@ -19,7 +19,7 @@ from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import ShortestPredictedFirst
-from jaxserve.scheduling.past_future import peak_tokens
+from jaxserve.scheduling.past_future import PastFuture, peak_tokens
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.tie import TailInflated
@@ -213,3 +213,18 @@ def test_past_future_admits_by_the_lengths_of_past_answers():
     on_demand = [each.timing.num_preemptions for each in _run("vllm_like", items, config)]
     assert sum(later) < sum(on_demand) / 2
     assert max(_ends(done)) < 0.5 * sum(item.num_output_tokens for item in items)
+
+
+def test_past_future_draws_from_answers_longer_than_an_answer_is_by_now():
+    """One of 101 past answers is longer than the 10 tokens that it has had: it ends there."""
+    engine = engine_of("past_future", MANY_SLOTS)
+    lengths = engine.scheduler.lengths
+    lengths.past.extend([5] * 100 + [100])
+    engine.add(request_of("runs", max_tokens=100))
+    (sequence,) = engine.scheduler.waiting
+    while sequence.num_planned_outputs < 10:
+        engine.step()
+    (waits,) = engine.add(request_of("waits", max_tokens=5))
+    headroom = PastFuture(reserve_share=0.0).headroom([sequence], MANY_SLOTS, lengths, lambda: None)
+    to_come = 100 - sequence.num_planned_outputs
+    assert headroom.pages(waits) * MANY_SLOTS.page_size >= to_come - MANY_SLOTS.page_size
