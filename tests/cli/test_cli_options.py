@@ -132,11 +132,13 @@ def test_groups_that_do_not_fit_are_refused():
 
 
 _SHOWS_MEMORY = """
-import atexit, os, sys
+import os, sys
 from jaxserve.cli import main
-atexit.register(lambda: print(os.environ["XLA_CLIENT_MEM_FRACTION"], "jax" in sys.modules))
 sys.argv = ["jaxserve", "--version"]
-main()
+try:
+    main()
+finally:
+    print(os.environ["XLA_CLIENT_MEM_FRACTION"], "jax" in sys.modules)
 """
 
 
