@@ -100,10 +100,12 @@ def generate(
             )
         jobs = _read_jobs(prompt, file, jsonl, params)
         is_long = sum(job.params.n * (job.params.max_tokens or inf) for job in jobs) > _FEW_TOKENS
+        # One answer ends before executables that only further requests need would be compiled.
+        warmup = "one_request" if len(jobs) == 1 and jobs[0].params.n == 1 else "background"
         answers = processes.join()
         with (
             opened(output if answers else None) as sink,
-            service_options.open(model, huge_pages=is_long) as service,
+            service_options.open(model, huge_pages=is_long, warmup=warmup) as service,
         ):
             tokenizer = service.tokenizer
             has_template = tokenizer is not None and tokenizer.chat_template is not None

@@ -56,7 +56,7 @@ _RANGES = {
 }
 
 # When executables are compiled.
-WARMUPS = (True, False, "full", "background")
+WARMUPS = (True, False, "full", "background", "one_request")
 
 # When pages are copied back from the host.
 RESTORES = ("on_admission", "prefetch", "per_layer", "both")
@@ -243,8 +243,9 @@ class RuntimeOptions:
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
         that it needs. It has no effect with `strict`, for models in stages, with two device groups,
-        in a process group, and for encoder-decoder models such as T5: these have "full". "full" or
-        True: all of them before the first request. False: each at its first use.
+        in a process group, and for encoder-decoder models such as T5: these have "full".
+        "one_request": the same, of those for a single greedy answer; others at their first use.
+        "full" or True: all of them before the first request. False: each at its first use.
       strict: raise when something compiles after warm-up.
       attention: implementation of paged attention instead of the platform's choice: one of
         `jaxserve.kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
@@ -315,7 +316,12 @@ class RuntimeOptions:
     @property
     def warms_up_behind(self) -> bool:
         """Return whether requests are served before every executable exists."""
-        return self.warmup == "background" and not self.strict
+        return (self.warmup == "background" or self.is_for_one) and not self.strict
+
+    @property
+    def is_for_one(self) -> bool:
+        """Return whether executables are compiled ahead for a single request only."""
+        return self.warmup == "one_request"
 
     @property
     def num_proposed(self) -> int:

@@ -248,7 +248,12 @@ def build_executor(
             f"attention={options.attention!r} cannot serve: {error}"
         ) from error
     if options.warmup:
-        warm_up(executor, progress=options.progress, behind=options.warms_up_behind)
+        warm_up(
+            executor,
+            progress=options.progress,
+            behind=options.warms_up_behind,
+            for_one=options.is_for_one,
+        )
     return executor, size
 
 

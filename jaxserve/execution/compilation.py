@@ -82,9 +82,14 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
     return num_pages
 
 
-def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) -> None:
-    """Compile every executable, on other threads if `behind` and the executor supports it."""
-    if behind and executor.warm_up_behind():
+def warm_up(
+    executor: ModelExecutor, *, progress: bool, behind: bool = False, for_one: bool = False
+) -> None:
+    """Compile every executable, on other threads if `behind` and the executor supports it.
+
+    With both, `for_one` compiles only those for a single greedy answer.
+    """
+    if behind and executor.warm_up_behind(for_one=for_one):
         return
     steps = executor.warmup_steps()
     with tqdm(

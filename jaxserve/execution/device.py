@@ -132,12 +132,16 @@ class DeviceExecutor(StepExecutor):
                 steps.append((f"encoder, {num_tokens} tokens", partial(self._encode, batch)))
         return steps
 
-    def warm_up_behind(self) -> bool:
+    def warm_up_behind(self, *, for_one: bool = False) -> bool:
         """Return False with an encoder, which is warmed up by running it."""
         if self.config.has_encoder:
             return False
         self._stop_preparing()
-        self._preparing = self._warmup().behind(self._has_prepared)
+        if not for_one:
+            self._preparing = self._warmup().behind(self._has_prepared)
+        elif not self._programs.shelf.knows_first:  # else an earlier start's are being loaded
+            steps = self._warmup().for_one_answer()
+            self._preparing = Preparation(steps, num_first=len(steps))
         return True
 
     def is_ready(self) -> bool:
@@ -192,6 +196,14 @@ class DeviceWarmup:
         first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
         return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
 
+    def for_one_answer(self) -> list[WarmupStep]:
+        """Return what a greedy answer needs after its prompt and the first token.
+
+        The executables of these two are made by their calls: they are for the prompt's own size.
+        """
+        loops = self._loops(Variant.GREEDY, _SMALLEST) if self._generates else ()
+        return [*loops, *self._edits]
+
     def _first(self) -> Iterator[WarmupStep]:
         """Yield what a single request needs: a prompt of any length, a greedy or drawn answer."""
         num_tokens, *others = self._config.coarse_token_buckets
@@ -235,13 +247,18 @@ class DeviceWarmup:
             return
         name = variant.name.lower()
         loop = partial(self._programs.prepare_loop, self._params, self._cache, self._state, variant)
-        for num_rows in variant.sizes(self._config.slot_buckets)[part]:
-            yield f"{name} decode loop, {num_rows} slots", partial(loop, num_rows)
+        yield from self._loops(variant, part)
         for num_rows in variant.sizes(self._config.head_buckets)[part]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
         for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
             step = partial(loop, num_rows, self._config.num_proposed_beside(num_rows))
             yield f"{name} speculating loop, {num_rows} slots", step
+
+    def _loops(self, variant: Variant, part: slice) -> Iterator[WarmupStep]:
+        loop = partial(self._programs.prepare_loop, self._params, self._cache, self._state, variant)
+        for num_rows in variant.sizes(self._config.slot_buckets)[part]:
+            name = f"{variant.name.lower()} decode loop, {num_rows} slots"
+            yield name, partial(loop, num_rows)
 
     def _body(self, num_tokens: int) -> WarmupStep:
         return _body_name(num_tokens), partial(self._mixed, num_tokens, None)

@@ -130,11 +130,12 @@ class ModelExecutor(Executor):
         The functions advance no slot and write to the null page only. Call `finish_warmup` last.
         """
 
-    def warm_up_behind(self) -> bool:
+    def warm_up_behind(self, *, for_one: bool = False) -> bool:
         """Start to compile every executable on other threads, and return at once.
 
-        A step that needs a missing executable compiles it, or waits for it. Return False if the
-        executor cannot; then nothing is started, and `warmup_steps` must be called.
+        With `for_one`, only those for a single greedy answer. A step that needs a missing
+        executable compiles it, or waits for it. Return False if the executor cannot; then nothing
+        is started, and `warmup_steps` must be called.
         """
         return False
 

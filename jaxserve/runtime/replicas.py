@@ -72,7 +72,12 @@ class Replica:
         """Compile for the present pool size, unless that was done; `waits` for all of it."""
         if options.warmup and not self.executor.is_warm:
             behind = options.warms_up_behind and not waits
-            warm_up(self.executor, progress=options.progress, behind=behind)
+            warm_up(
+                self.executor,
+                progress=options.progress,
+                behind=behind,
+                for_one=options.is_for_one,
+            )
 
     def free_pool(self) -> None:
         """Free the page pool until `take_pool`; no step follows before. The loop is paused.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.steps.step_function import COMPILED_EVENT, LOADED_EVENT
 from jaxserve.testing import OPTIONS, tiny_llama
 from tests.common.compiling import held_back
 from tests.common.waiting import until
@@ -38,6 +40,31 @@ def test_first_requests_do_not_compile():
                 params = SamplingParams(max_tokens=3, temperature=temperature)
                 rt.generate([1] * length, params)
         assert rt.stats().num_compilations == 0
+
+
+@pytest.mark.release
+def test_a_warmup_for_one_request_leaves_the_prompt_to_its_own_call():
+    """Only the step of the prompt's own size is compiled, by the call, and no other size of it."""
+    options = OPTIONS | {"max_slots": 7, "max_step_tokens": 128}
+    with Runtime(tiny_llama(), **options):
+        pass  # measures the largest steps, which a constructor waits for
+    options |= {"warmup": "one_request"}
+    made = []
+
+    def on_event(event: str, duration_secs: float, **about: str | int) -> None:
+        if event in (COMPILED_EVENT, LOADED_EVENT):
+            made.append(about["name"])
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    try:
+        with Runtime(tiny_llama(), **options) as rt:
+            until(rt.is_ready, 60)
+            assert "decode_loop" in made and "mixed_body" not in made
+            made.clear()
+            rt.generate([1, 2], SamplingParams(max_tokens=3))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_event)
+    assert made.count("mixed_body") == 1 and "decode_loop" not in made
 
 
 def test_without_a_warmup_it_is_ready_at_once():
