@@ -106,6 +106,12 @@ class PlacedModel:
         """Size of a page in all of its layers, on one device."""
         return nbytes(self.abstract_cache(2).pages) // 2 // self.place.num_shards
 
+    @property
+    def wanted_pages(self) -> int:
+        """The number of pages with which no sequence waits for one."""
+        config = self.spec.config(num_pages=MIN_PAGES)
+        return 1 + config.max_slots * config.max_pages_per_sequence
+
     def programs(self, config: EngineConfig) -> Programs:
         spec = self.spec
         return Programs.shared(
@@ -129,7 +135,7 @@ class PlacedModel:
             step_bytes=step_bytes,
             state_bytes=nbytes(self.abstract_cache(2).states),
             slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
-            wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
+            wanted_pages=self.wanted_pages,
             min_pages=fewest,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
         )
@@ -297,6 +303,7 @@ def _build(
     if is_free and stages is None and spec.drafter is None:
         optimistic = steady(
             optimistic,
+            first.wanted_pages,
             executable_store(),
             spec.graphdef,
             model_config,

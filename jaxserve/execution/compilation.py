@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 # more from start to start than a GPU's.
 _SMALLEST_SHARE = {"cpu": 0.7}
 _SMALLEST_SHARE_OTHERWISE = 0.95
+# Leading bits of a new size on a host; the others are 0, so that a start with a little less free
+# memory has the same size.
+_SIZE_BITS = 3
 # Sizes of earlier starts that are remembered, for each of which executables may be in the store.
 _MAX_SIZES = 8
 # Names of the steps of a warm-up that run on the device, one after the other.
@@ -56,11 +59,11 @@ def executable_store() -> ExecutableStore:
     return _store_in(cache_folder() / "executables")
 
 
-def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
+def steady(num_pages: int, wanted: int, store: ExecutableStore, *parts: Any) -> int:
     """Return the largest size of earlier starts' page pools that fits and is not much smaller.
 
     Free memory differs from start to start, and executables are for one number of pages. `parts` is
-    what both starts must have in common; `num_pages` fits now.
+    what both starts must have in common; `num_pages` of the `wanted` ones fit now.
     """
     try:
         key = key_of("pool", this_installation(), parts)
@@ -77,6 +80,8 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
                 num_pages,
             )
         return max(fitting)
+    if jax.default_backend() == "cpu" and num_pages < wanted:
+        num_pages -= num_pages % (1 << max(0, num_pages.bit_length() - _SIZE_BITS))
     newest = [*kept, num_pages][-_MAX_SIZES:]
     store.write(key, " ".join(map(str, newest)).encode())
     return num_pages

@@ -199,10 +199,9 @@ class DeviceWarmup:
     def for_one_answer(self) -> list[WarmupStep]:
         """Return what a greedy answer needs after its prompt and the first token.
 
-        The executables of these two are made by their calls: they are for the prompt's own size.
+        The executables of these two, of the prompt's own size, are made by their calls meanwhile.
         """
-        loops = self._loops(Variant.GREEDY, _SMALLEST) if self._generates else ()
-        return [*loops, *self._edits]
+        return list(self._loops(Variant.GREEDY, _SMALLEST)) if self._generates else []
 
     def _first(self) -> Iterator[WarmupStep]:
         """Yield what a single request needs: a prompt of any length, a greedy or drawn answer."""
