@@ -89,12 +89,27 @@ def test_it_follows_a_drift(trained_folder):
     assert 200 < counters.mispredicted < 800
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("num", [150, 600])
-def test_adopting_never_makes_the_holdout_worse(trained_folder, num):
+@pytest.fixture(scope="module")
+def untrained_folder(tmp_path_factory):
+    predictor = tiny_predictor()
+    predictor.calibrate(*columns(_stream(100, 2)))
+    folder = tmp_path_factory.mktemp("untrained")
+    predictor.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "num"),
+    [
+        ("untrained_folder", 120),
+        pytest.param("trained_folder", 600, marks=pytest.mark.release),
+    ],
+)
+def test_adopting_never_makes_the_holdout_worse(request, folder, num):
     """Whatever is learned, half of it noise at a high rate, adopted parameters are not worse."""
-    wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
-    learner = OnlineLearner.load(trained_folder, wild)
+    often = {"adopt_every": 2, "min_holdout": 8}
+    wild = OnlineConfig(**(vars(CONFIG) | often | {"learning_rate": 0.1, "patience": 3}))
+    learner = OnlineLearner.load(request.getfixturevalue(folder), wild)
     random = np.random.default_rng(0)
     num_compared = 0
     for number, one in enumerate(_stream(num, 14, times=3)):
