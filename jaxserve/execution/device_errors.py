@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxserve.core.errors import DeviceMemoryError, GpuUnusedError
 from jaxserve.core.gpus import has_nvidia_gpu
 
@@ -27,6 +25,8 @@ def check_gpu_is_used(
 
     JAX only warns there. This starts its devices.
     """
+    import jax  # engines are simulated without it
+
     if jax.default_backend() != "cpu" or any(settings[name] for name in _CHOICES):
         return
     if not has_nvidia_gpu(environ, root):
@@ -57,6 +57,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _why_not_cuda() -> str:
+    import jax
+
     try:
         jax.devices("cuda")
     except RuntimeError as error:
