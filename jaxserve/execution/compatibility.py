@@ -158,13 +158,15 @@ def grouped_windows(setting: Setting) -> tuple[int | None, ...]:
     options, config, columns = setting.options, setting.model_config, setting.columns()
     has_tiers = options.host_memory != 0 or options.disk_memory is not None
     others = {"stages", "groups", "processes", "encoder", "recurrent"} & columns.keys()
-    is_mosaic = "mosaic" in (options.attention or "")  # it reads whole tiles before a window
+    # The others read values before a window, which may be those of another sequence.
+    default = "cpu" if jax.default_backend() == "cpu" else "triton"
+    is_exact = set((options.attention or default).split(",")) <= {"cpu", "xla"}
     is_plain = set(config.layer_kinds) == {"attention"} and not (
         isinstance(config, FunctionConfig)
         or any(config.attention_chunks)
         or any(source is not None for source in config.kv_sources)
     )
-    if has_tiers or options.speculation is not None or others or is_mosaic or not is_plain:
+    if has_tiers or options.speculation is not None or others or not (is_exact and is_plain):
         return ()
     windows = config.sliding_windows
     return windows if page_layout(windows).is_grouped else ()

@@ -358,8 +358,6 @@ def _attend(
             maximum, total, values = softmax
             key = index * block + jnp.arange(block, dtype=jnp.int32)
             exists = key < end
-            if kernels.sliding_window is not None:  # pages before it may be those of others
-                exists = exists & (key >= begin)
             page = triton.load(
                 operands.rows.page_table.at[queries.row, key // page_size], mask=exists, other=0
             )
