@@ -89,7 +89,7 @@ class Progress:
             try:
                 if not self._pending[0].is_done():
                     return
-            except RuntimeError:  # a failed step; whoever collects it gets the error
+            except RuntimeError:  # a failed step, whose error is raised where its result is read
                 pass
             self._pending.popleft()
             self._ended_s = self._clock()

@@ -261,7 +261,7 @@ class ModelCacheError(JaxserveError, OSError):
 
 
 class GpuUnusedError(JaxserveError, RuntimeError):
-    """An NVIDIA GPU that JAX does not use, although nobody asked for the CPU."""
+    """An NVIDIA GPU that JAX does not use, although the CPU was not asked for."""
 
 
 class DeviceMemoryError(JaxserveError, MemoryError):

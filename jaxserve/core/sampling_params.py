@@ -207,8 +207,8 @@ class SamplingParams:
         requests with a bound first; other policies refuse them with `UnheededBoundError`. A request
         that is expected to miss a bound is refused with `BoundNotMetError`, at its submission or
         while it waits (`docs/latency_bounds.md`).
-      tenant: for whom the answer is: policy "vtc" serves all tenants equally. A string that is not
-        empty, or None; a server takes it from the field `user`.
+      tenant: the customer or group that sends the request: policy "vtc" serves all equally. A
+        string that is not empty, or None; a server takes it from the field `user`.
       adapter: name of a loaded adapter (`Runtime.load_adapter`); None for the weights without one.
       json_schema: the answer is JSON that validates: a mapping, or its JSON text, as which it is
         stored.

@@ -53,13 +53,18 @@ def test_jaxlib_reads_the_variable_that_is_set(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "wanted"),
     [
-        ({}, "JAX may use 60 GB of cuda:0, 75% of it, which is JAX's default; with "
-         f"{NEW}=0.92 in the environment before JAX starts, about 73.6 GB"),
+        (
+            {},
+            "JAX may use 60 GB of cuda:0, 75% of it, which is JAX's default; with "
+            f"{NEW}=0.92 in the environment before JAX starts, about 73.6 GB",
+        ),
         ({OLD: "0.6"}, f"JAX may use 60 GB of cuda:0 ({OLD}=0.6)"),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"},
-         "JAX may use 60 GB of cuda:0 (allocator cuda_async)"),
+        (
+            {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"},
+            "JAX may use 60 GB of cuda:0 (allocator cuda_async)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_line_says_what_jax_may_use_and_what_to_set(environ, wanted):
     """The advice is given only where JAX has its default."""
     gpu: Any = _Gpu()

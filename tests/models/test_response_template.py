@@ -179,7 +179,7 @@ def test_a_format_with_the_same_marks_is_kept():
     assert found == (thinking.TAGS_QWEN, tool_calls.QWEN3_CODER, None)
 
 
-# Blocks that all have the same frame, as in transformers' tests, and tags of nobody's, without a
+# Blocks that all have the same frame, as in transformers' tests, and tags of no model, without a
 # region for the content.
 _BLOCK = {"close": "<|end|>", "repeats": True}
 _FREE = {**_BLOCK, "join": "", "content_args": {"strip": False}}
@@ -288,7 +288,7 @@ def test_calls_that_are_cut_or_broken():
 
 
 def test_what_is_read_only_cannot_be_demanded():
-    """No grammar and no budget: nobody says how such an answer is written."""
+    """No grammar and no budget: how such an answer is written is not known."""
     tokenizer = byte_level(chat_template="{{ messages[0].content }}", response_template=_BLOCKS)
     requests = RequestBuilder(
         tokenizer, eos_token_ids=(), vocab_size=400, max_prompt_tokens=lambda: 99, seed=0

@@ -58,7 +58,7 @@ def test_a_step_that_is_being_submitted_counts():
     ],
 )
 def test_who_is_behind(counts, wanted):
-    """It does not answer, begins fewer steps, or ends fewer; or nobody is."""
+    """It does not answer, begins fewer steps, or ends fewer; or none is."""
     given = {each: StepCounts(*pair) for each, pair in counts.items()}
     assert describe_behind(given, "p{}".format, 3).startswith(wanted)
 
