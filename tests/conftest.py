@@ -104,9 +104,29 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Return the memory that compilations of a file have freed, which otherwise adds up."""
-    if _malloc_trim is not None and (nextitem is None or nextitem.path != item.path):
+    """Return the memory that compilations of a file have freed, which otherwise adds up.
+
+    A worker that has grown large also forgets what it has compiled, which later files seldom share.
+    """
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if "jax" in sys.modules and _resident_bytes() > LARGE_WORKER_BYTES:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+    if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+# Above this resident memory a worker forgets its compiled functions; `make test` stays below it.
+LARGE_WORKER_BYTES = 4 << 30
+
+
+def _resident_bytes() -> int:
+    """Return this process's resident memory; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @pytest.hookimpl(optionalhook=True)

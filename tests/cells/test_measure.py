@@ -23,6 +23,7 @@ def test_batches_grow_while_rows_become_cheaper(seconds, sizes):
     assert sizes_that_pay(seconds, 0.1) == sizes
 
 
+@pytest.mark.release
 def test_sized_cells_serve_the_nodes_of_the_others():
     """They have more sizes, and are of the same type."""
     cells = modules.cells()

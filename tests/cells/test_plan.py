@@ -27,6 +27,7 @@ def plan(bound_s: float):
     return plan_cells([CELL], GRAPHS, COST, latency_bound_s=bound_s, quantile=0.5, progress=False)
 
 
+@pytest.mark.release
 def test_a_looser_bound_allows_more_requests():
     """Both bounds are kept, and the sizes are those of the cell up to some largest one."""
     tight, loose = plan(8.0), plan(200.0)

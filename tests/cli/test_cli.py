@@ -130,6 +130,7 @@ def test_groups_may_have_stages():
     assert [len(devices) for devices in counted.devices] == [2, 2]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("replicas", some(["1", "2"]))
 def test_generate_answers_in_order(model, tmp_path, replicas):
     """Each JSON line has its answer, with its own parameters; a bad line does not affect others."""
@@ -335,6 +336,7 @@ print(num_noticed)
 """
 
 
+@pytest.mark.release
 def test_an_unknown_model_is_one_line():
     """No thread that was begun outlives the error, whose end would be a second message."""
     command = [sys.executable, "-m", "jaxserve", "generate", "hi", "--model", "no-such-model"]

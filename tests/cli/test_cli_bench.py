@@ -167,6 +167,7 @@ def test_a_server_without_token_ids_gets_text(tmp_path):
     assert len(prompts) == 5
 
 
+@pytest.mark.release
 def test_ctrl_c_prints_what_was_measured():
     """The table has the answers that ended; the others are said to be open."""
     num_asked = 0

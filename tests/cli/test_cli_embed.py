@@ -14,6 +14,7 @@ def _lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.release
 def test_texts_become_lines(model, tmp_path):
     """From arguments, stdin and JSON lines, in their order."""
     embed = f"embed --model {model} {SMALL}"

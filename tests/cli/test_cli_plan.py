@@ -41,6 +41,7 @@ def test_a_simulated_cluster_is_planned_at_once(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.release
 def test_json_has_the_frontier_the_choice_and_its_neighbours():
     """One JSON object has every figure; the bound that was asked for is kept."""
     done = run(f"{PAPERS} --task S -b 5 --json --quiet")

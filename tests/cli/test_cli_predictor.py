@@ -37,6 +37,7 @@ def _train(folder, name: str, more: str):
     return run(f"predictor train {files} {SMALL} {more}")
 
 
+@pytest.mark.release
 def test_training_ends_with_a_predictor_and_its_figures(folder):
     """The JSON has the figures; the predictor loads and is calibrated; no checkpoints remain."""
     said = json.loads((folder / "said.json").read_text())
@@ -51,6 +52,7 @@ def test_training_ends_with_a_predictor_and_its_figures(folder):
     assert not (folder / "own.checkpoints").exists()
 
 
+@pytest.mark.release
 def test_evaluation_repeats_what_training_said(folder):
     """On the training data the test part is the same, and so are the figures."""
     done = run(f"predictor evaluate {folder}/own --json --quiet")

@@ -165,6 +165,7 @@ def test_a_turn_that_is_being_written_is_kept(tokenizer):
     assert len(chat.send("so?").token_ids) and len(chat.turns) == 2
 
 
+@pytest.mark.release
 def test_cancelled_tasks_cancel_their_requests(slow_runtime):
     """The request ends early, the journal is unchanged, and the next turn is right."""
     chat = slow_runtime.conversation()
@@ -198,6 +199,7 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
     assert asyncio.run(chat.asend("so", PARAMS)).token_ids == expected
 
 
+@pytest.mark.release
 def test_answers_that_do_not_come_in_time(slow_runtime):
     """Streamed and whole answers raise the error in both variants, without a change."""
     chat = slow_runtime.conversation()

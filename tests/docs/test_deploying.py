@@ -104,6 +104,7 @@ def test_the_image_installs_extras_that_exist():
     assert {"cuda12", "cuda13"} <= set(offered)
 
 
+@pytest.mark.release
 def test_the_image_serves_what_its_commands_name():
     """Entry point, default and the page's commands are options of `serve`; /health is probed."""
     assert 'CMD ["smollm2-135m"]' in DOCKERFILE

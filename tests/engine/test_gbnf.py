@@ -116,6 +116,7 @@ def test_fast_lexemes_where_they_change_nothing():
     assert '"t" "r" "u" "e"' in lark_of(_JSON.replace('"null")', '"null" | "t" ws)'))
 
 
+@pytest.mark.release
 def test_large_grammars_take_a_short_time():
     """A grammar that doubles 24 times, and long chains of rules and parts."""
     doubling = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(24))

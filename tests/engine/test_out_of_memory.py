@@ -26,6 +26,7 @@ from jaxserve.scheduling.presets import get_policy
 from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from tests.common.tiers import some
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=40, max_slots=4, max_context=60, max_step_tokens=16, num_host_pages=30
@@ -75,7 +76,7 @@ def _outcomes(
     )
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["vllm_like", "s3", "pensieve", "auto"], 2, 3))
 @pytest.mark.parametrize("every", [3, 7, 20])
 def test_others_have_the_tokens_that_they_have_anyway(policy: str, every: int):
     """Their KV is computed anew, also where it was on the host or in the prefix cache."""

@@ -336,7 +336,7 @@ def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
 
 
-@pytest.mark.parametrize("preset", ["vllm_like", "concurrent_instances"])
+@pytest.mark.parametrize("preset", some(["vllm_like", "concurrent_instances"]))
 def test_nothing_compiles_over_a_random_workload(executor, preset):
     """A random workload with arrivals, cancellations and all options compiles nothing.
 

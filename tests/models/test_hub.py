@@ -145,6 +145,7 @@ def test_what_is_needed_is_downloaded_once(hub: HubServer, tmp_path: Path):
     assert COMMIT in offline[0]
 
 
+@pytest.mark.release
 def test_an_interrupted_download_goes_on(hub: HubServer, tmp_path: Path):
     """A half of a file that a killed process left is asked for from its end on."""
     home = tmp_path / "home"

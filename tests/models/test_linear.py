@@ -149,7 +149,7 @@ def test_memory_is_what_the_format_says(format, bits):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", [INT8, INT4], ids=["int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"]))
 def test_a_quantised_product_is_that_of_the_dequantised_weight(shape, format, dtype):
     """The result has the activations' dtype, rounded equally, or the requested dtype."""
     (shape, axes) = SHAPES[shape]
@@ -165,6 +165,7 @@ def test_a_quantised_product_is_that_of_the_dequantised_weight(shape, format, dt
     assert_close(wide, wanted, tolerance)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("transposed", some([False, True]))
 def test_a_large_quantised_weight_is_never_widened_as_a_whole(transposed):
     """For a weight of 41 MB in float32, a product needs less than 20 MB at a time."""
@@ -177,7 +178,7 @@ def test_a_large_quantised_weight_is_never_widened_as_a_whole(transposed):
     assert_close(product(linear, x), Linear(_dequantised(dense, axes), None, transposed)(x, None))
 
 
-@pytest.mark.parametrize("base", ["dense", "quantised"])
+@pytest.mark.parametrize("base", some(["dense", "quantised"], 1))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_go_through_their_own_adapters(shape, base):
     """Each token's product is that with its adapter's merged weight; -1 is the base weight."""
@@ -210,6 +211,7 @@ def test_an_adapter_that_is_not_a_number_reaches_its_own_tokens_only():
     np.testing.assert_array_equal(got[[0, 2, 3]], wanted[[0, 2, 3]])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["dense", "quantised", "adapted"])
 def test_groups_of_tokens_have_matrices_of_their_own(kind):
     """Products by expert are those of each expert alone; tokens without a group get zeros."""
@@ -235,7 +237,7 @@ def test_groups_of_tokens_have_matrices_of_their_own(kind):
     assert not np.asarray(got[len(expert) :]).any()
 
 
-@pytest.mark.parametrize("way", ["product", "grouped_product", "rows"])
+@pytest.mark.parametrize("way", some(["product", "grouped_product", "rows"]))
 def test_outputs_go_through_the_adapter_of_their_own_module(way):
     """As with a rank for all modules together, and zeros where an output is another one's."""
     spans = ((0, 20), (2, 6), (1, 10), (0, 4))
@@ -363,6 +365,7 @@ def test_all_matrices_are_weights_of_products(variant):
     assert names <= {"bias", "bqkv", "bo", "bgate_up", "bup", "bdown", "positions"}
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), some(CASES))
 def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_shards):
     """Each sequence of a batch has the logits of a model with its adapter's merged weights."""

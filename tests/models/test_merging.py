@@ -50,7 +50,7 @@ def _check(params: nnx.State, wanted) -> None:
         )
 
 
-@pytest.mark.parametrize("has_magnitudes", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("has_magnitudes", some([False, True]), ids=["lora", "dora"])
 @pytest.mark.parametrize(
     ("variant", "layer_layout"),
     [

@@ -121,6 +121,7 @@ def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
     assert _files(empty_cache) == []
 
 
+@pytest.mark.release
 def test_a_fetch_removes_what_a_killed_one_left(empty_cache, tmp_path, monkeypatch):
     """Download folders older than a day are removed; that of a running download stays."""
     old, young = empty_cache / ".fetch-old", empty_cache / ".fetch-young"
@@ -149,6 +150,7 @@ def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
         pull("smollm2-135m", progress=False)
 
 
+@pytest.mark.release
 def test_a_full_disk_leaves_nothing_behind(empty_cache, wheelhouse, monkeypatch):
     """If the disk is full while unpacking, the error says so and the cache is clean."""
 

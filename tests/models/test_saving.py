@@ -121,7 +121,9 @@ def test_several_files(tmp_path, llama):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(max_adapters=1), dict(mesh=make_mesh(tensor=2)), dict(mesh=make_mesh(data=2))],
+    some(
+        [dict(max_adapters=1), dict(mesh=make_mesh(tensor=2)), dict(mesh=make_mesh(data=2))], 0, 1
+    ),
     ids=["adapters", "tensor", "data"],
 )
 def test_what_a_runtime_serves(tmp_path, llama, options):

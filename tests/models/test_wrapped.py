@@ -204,25 +204,27 @@ def test_text_has_the_logits_of_transformers(kind: str, tmp_path: Path, caplog):
 
 @pytest.mark.parametrize(
     ("kind", "pairs"),
-    [
-        # As transformers 4.52 and later save in memory, and 4.51 and earlier on disk.
-        (
-            "gemma3",
-            [
-                ("language_model.model.", "model.language_model."),
-                ("vision_tower.", "model.vision_tower."),
-                ("multi_modal_projector.", "model.multi_modal_projector."),
-            ],
-        ),
-        (
-            "qwen3_vl",
-            [("model.language_model.", "language_model.model."), ("lm_", "language_model.lm_")],
-        ),
-        (
-            "qwen2_vl",
-            [("visual.", "model.visual."), ("model.layers", "model.language_model.layers")],
-        ),
-    ],
+    some(
+        [
+            # As transformers 4.52 and later save in memory, and 4.51 and earlier on disk.
+            (
+                "gemma3",
+                [
+                    ("language_model.model.", "model.language_model."),
+                    ("vision_tower.", "model.vision_tower."),
+                    ("multi_modal_projector.", "model.multi_modal_projector."),
+                ],
+            ),
+            (
+                "qwen3_vl",
+                [("model.language_model.", "language_model.model."), ("lm_", "language_model.lm_")],
+            ),
+            (
+                "qwen2_vl",
+                [("visual.", "model.visual."), ("model.layers", "model.language_model.layers")],
+            ),
+        ]
+    ),
 )
 def test_names_of_other_versions_are_read(kind: str, pairs: list[tuple[str, str]], tmp_path: Path):
     """Where all tensors of the text are under another beginning, the logits are the same."""

@@ -200,7 +200,7 @@ def test_layer_may_be_traced(compiled_attention):
     np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("max_query_length", [None, 1])
+@pytest.mark.parametrize("max_query_length", some([None, 1]))
 def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     """With donated pages, writing and attention need far less memory than the cache itself."""
     shape = AttentionShape(
@@ -272,7 +272,7 @@ def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
             np.testing.assert_array_equal(attended(q[own], alone), together[own])
 
 
-@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("options", some(["plain", "all"], 1))
 @pytest.mark.parametrize("dtype", [None, *QUANTIZED])
 def test_a_thread_with_many_rows_changes_no_bit(dtype, options):
     """The C++ kernel then computes the KV heads of a row together, and reads no garbage."""

@@ -126,6 +126,7 @@ def test_zeros_and_what_is_not_finite_stay_in_their_place(format):
     np.testing.assert_array_equal(got[np.ix_(rows, columns)], before[np.ix_(rows, columns)])
 
 
+@pytest.mark.release
 def test_rounded_rows_have_the_same_bits_in_any_batch():
     """Sums of integers are exact, so few and many tokens give the same bits."""
     x, _, packed = _draw(90, 1100, 40, "w8a8")
@@ -135,6 +136,7 @@ def test_rounded_rows_have_the_same_bits_in_any_batch():
         np.testing.assert_array_equal(some, whole[first : first + count])
 
 
+@pytest.mark.release
 def test_more_axes_of_columns():
     """A weight with leading axes of columns gives the numbers of its matrix, by axis."""
     weight = jax.random.normal(jax.random.key(0), (2, 2, 20, 70))

@@ -43,14 +43,19 @@ def _draw(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(),
-        dict(scale=0.5),
-        dict(sliding_window=7),
-        dict(soft_cap=3.0),
-        dict(alibi_slopes=(0.5, 0.25, 0.1, 0.7, 0.3, 0.01)),
-        dict(sinks=jnp.linspace(-2.0, 3.0, SHAPE[0] * SHAPE[1])),
-    ],
+    some(
+        [
+            dict(),
+            dict(scale=0.5),
+            dict(sliding_window=7),
+            dict(soft_cap=3.0),
+            dict(alibi_slopes=(0.5, 0.25, 0.1, 0.7, 0.3, 0.01)),
+            dict(sinks=jnp.linspace(-2.0, 3.0, SHAPE[0] * SHAPE[1])),
+        ],
+        0,
+        2,
+        5,
+    ),
     ids=["plain", "scale", "window", "cap", "alibi", "sinks"],
 )
 @pytest.mark.parametrize("is_rotated", some([False, True]))

@@ -15,6 +15,7 @@ from tests.planning.schedules.made_up import random_case
 pytestmark = pytest.mark.fast
 
 
+@pytest.mark.release
 def test_the_chosen_schedules_are_marked_with_their_figures():
     """Each bound has a line and a label, and the policies that occur are in the legend."""
     deployment, lengths = random_case(np.random.default_rng(3))

@@ -43,6 +43,7 @@ def test_figures_add_up(runtime):
     assert times == sorted(times)
 
 
+@pytest.mark.release
 def test_every_form(runtime, tmp_path):
     """The report is a table, JSON, a PNG in a notebook, and a PNG on disk."""
     report = runtime.report()

@@ -136,7 +136,7 @@ def test_adapters_change_answers():
     assert all(len(set(own)) == len(NAMES) for own in zip(*answers, strict=True))
 
 
-@pytest.mark.parametrize("shift", range(len(NAMES)))
+@pytest.mark.parametrize("shift", some(range(len(NAMES)), 1))
 def test_each_row_of_a_batch_has_its_own_adapter(rt, shift):
     """Mixed steps and decode loops with three adapters and none; nothing compiles."""
     _check(rt, _mixed(shift))
@@ -216,6 +216,7 @@ def test_weights_in_panels_have_adapters():
         _check(rt, _mixed(), weights=1)
 
 
+@pytest.mark.release
 def test_sampled_tokens_have_the_log_probabilities_of_merged_weights(rt):
     each = dict(temperature=0.8, seed=5, logprobs=0, prompt_logprobs=0)
     got = rt.generate(PROMPTS[3], _params("all", **each))
@@ -250,6 +251,7 @@ def test_bits_do_not_depend_on_other_adapters(rt):
     assert together == alone
 
 
+@pytest.mark.release
 def test_merged_weights_give_the_answers_of_the_adapter(rt):
     """Of a runtime that gets them as new weights, which all its requests have then."""
     with Runtime(tiny_llama(), **tiny.OPTIONS) as merged:
@@ -315,6 +317,7 @@ def test_a_disk_gives_back_pages_of_the_same_adapter_alone(tmp_path):
 # ---- new weights and memory ----
 
 
+@pytest.mark.release
 def test_new_weights_keep_the_adapters():
     """Whole and partial updates, and one after the weights were dropped."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:

@@ -95,6 +95,7 @@ def _tokens(answers) -> list[list[int]]:
     return [list(answer.token_ids) for answer in answers]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("policy", some(sorted(PRESETS.keys() - {"exegpt", *ON_GROUPS})))
 def test_every_policy_gives_the_same_answers(t5, policy):
     """Prompts of which one alone may fill a step are scheduled whole, and nothing is compiled."""
@@ -178,6 +179,7 @@ def test_pages_of_a_whole_prompt_are_found_again(t5):
     assert _tokens(first) == _tokens(again)
 
 
+@pytest.mark.release
 def test_a_disk_tier_keeps_prompts_for_the_next_runtime(t5, tmp_path):
     """Another runtime of the same weights finds encoded prompts on the disk."""
     folder, wanted = t5

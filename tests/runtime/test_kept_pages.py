@@ -270,6 +270,7 @@ def _slow_reads(folder: Path) -> Iterator[_SlowFiles]:
         files.close()
 
 
+@pytest.mark.release
 def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     """Other requests are answered meanwhile; waiting ones get the disk's pages and the same tokens.
 

@@ -158,6 +158,7 @@ def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list
         assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
 
 
+@pytest.mark.release
 def test_families_of_plans_are_chosen(measured: tuple[list, Path]):
     """A limit on running sequences serves the same tokens; report and stats name the family."""
     answers, path = measured
@@ -179,6 +180,7 @@ def test_families_of_plans_are_chosen(measured: tuple[list, Path]):
         assert rt.plan(lengths=[(10, 20)], adopt=False).family == "rra"
 
 
+@pytest.mark.release
 def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]):
     """Cancelled answers and scores are no lengths; errors are typed, also after the end."""
     rt = Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS)
@@ -315,6 +317,7 @@ def test_a_model_in_stages_has_step_times_of_its_own(
             rt.load_step_times(own)
 
 
+@pytest.mark.release
 def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first plan measures; later ones use the same times, and so find the same figures."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:

@@ -81,7 +81,7 @@ def expected():
         return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("policy", ["s3", "auto"])
+@pytest.mark.parametrize("policy", some(["s3", "auto"], 1))
 @pytest.mark.parametrize("name", some(PREDICTORS))
 def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
     """Predictions are too short, too long, undecided, NaN, or raise."""
@@ -167,6 +167,7 @@ def test_what_is_refused_is_not_predicted():
     assert late.batches == [1]
 
 
+@pytest.mark.release
 def test_what_has_ended_is_not_predicted():
     """The predictor is slow with the first request; of the later ones the last still runs."""
     late = Late()
@@ -180,6 +181,7 @@ def test_what_has_ended_is_not_predicted():
     assert late.batches == [1, 1]
 
 
+@pytest.mark.release
 def test_requests_that_end_go_on_training_the_predictor():
     """Cancelled requests do not train it; closing the runtime ends the training."""
     predictor = tiny_predictor()

@@ -63,6 +63,7 @@ def _cut(wanted: list[list[int]]) -> list[list[int]]:
     return [answer[:length] for answer, length in zip(wanted, LENGTHS, strict=True)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "policy",
     some(
@@ -127,6 +128,7 @@ def test_a_step_has_several_pieces_of_a_prompt(tmp_path):
         assert_close(got, wanted, 1e-4)
 
 
+@pytest.mark.release
 def test_samples_are_those_of_as_many_requests(checkpoint):
     """Samples of one prompt compute it each, since its pages are not all that they need."""
     folder, _ = checkpoint

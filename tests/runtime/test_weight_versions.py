@@ -141,6 +141,7 @@ def test_a_thousand_updates_while_requests_run():
     _check_tokens(done, sets)
 
 
+@pytest.mark.release
 def test_scores_of_a_prompt_stay_those_that_its_answer_began_with(slow):
     """Computing the prompt anew for other weights does not exchange them under the first tokens."""
     asked = SamplingParams(max_tokens=90, prompt_logprobs=0)
@@ -199,6 +200,7 @@ def test_pieces_and_samples_have_versions(slow):
     assert done.weights_version == first and done.samples[0].weights_versions[-1] == first + 1
 
 
+@pytest.mark.release
 def test_a_sample_that_is_too_stale_ends(slow):
     """It keeps its tokens and has a typed error; one whose first token is new enough goes on."""
     slow.update_params(weights(0))
@@ -213,6 +215,7 @@ def test_a_sample_that_is_too_stale_ends(slow):
     assert fresh.result(60).finish_reason == "length"
 
 
+@pytest.mark.release
 def test_versions_are_given_or_counted(slow):
     """A given one is above the present one; other arguments are checked before requests end."""
     present = slow.weights_version
@@ -246,6 +249,7 @@ def _with_nan(params: nnx.State) -> nnx.State:
     return jax.tree.unflatten(structure, leaves)
 
 
+@pytest.mark.release
 def test_an_update_that_fails_leaves_the_old_weights(slow):
     """NaN, deleted arrays and other structures; the request that runs does not notice."""
     slow.update_params(weights(0))
@@ -267,6 +271,7 @@ def test_an_update_that_fails_leaves_the_old_weights(slow):
     assert slow.weights_version == version
 
 
+@pytest.mark.release
 def test_a_pause_halts_requests_and_takes_updates(slow):
     """No step runs; requests are accepted and cancelled; all go on with the same tokens."""
     slow.update_params(weights(0))

@@ -174,12 +174,14 @@ def test_reserved_slots_are_for_bounded_requests(policy: Policy):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        _rra(encode_batch=3, decode_iterations=20, reserved_slots=1),
-        _rra(encode_batch=1, decode_batch=2.0, decode_iterations=10, reserved_slots=1),
-        _continuous(reserved_slots=1),
-        _continuous(reserved_slots=1, max_running=3),
-    ],
+    some(
+        [
+            _rra(encode_batch=3, decode_iterations=20, reserved_slots=1),
+            _rra(encode_batch=1, decode_batch=2.0, decode_iterations=10, reserved_slots=1),
+            _continuous(reserved_slots=1),
+            _continuous(reserved_slots=1, max_running=3),
+        ]
+    ),
     ids=["rra", "rra with few", "continuous", "continuous with few"],
 )
 def test_a_long_backlog_leaves_the_reserved_slots(policy: Policy):

@@ -57,6 +57,7 @@ def test_random_traces(policy):
     assert num_hit or not chosen.retention.keeps_pages
 
 
+@pytest.mark.release
 def test_random_traces_with_resizes():
     """Pools that shrink and grow change no answer, or end one that has no room, with an error."""
     for seed in range(20):

@@ -177,7 +177,7 @@ def test_prompts_do_not_wait_for_answers_of_another_device_group():
         assert first_tokens(token_bound=bound_s) == free
 
 
-@pytest.mark.parametrize("policy", ["auto", "exegpt", "exegpt_rra"])
+@pytest.mark.parametrize("policy", some(["auto", "exegpt", "exegpt_rra"]))
 def test_first_tokens_come_in_time_beside_bulk(policy: str):
     """Bulk fills the slots all the time: bounded first tokens come in time, and bulk ends, too.
 

@@ -121,6 +121,7 @@ def _check_grows_little(
     assert found[1] < 1.5 * found[0] + 200, found
 
 
+@pytest.mark.release
 def test_ten_times_as_many_wait_with_a_grammar():
     """A step looks at the answers that it computes, and a request at its own."""
     found = []
@@ -137,6 +138,7 @@ def test_ten_times_as_many_wait_with_a_grammar():
     assert more_add < 1.5 * add + 50 and more_step < 1.5 * step + 200, found
 
 
+@pytest.mark.release
 def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
     """As many run as may, there is memory for all, and none of those that wait has a bound."""
     config = replace(CONFIG, num_pages=500)
@@ -226,6 +228,7 @@ def test_a_long_context_is_not_walked_over_each_step(policy: str):
     _check_grows_little(made, (4_000, 200_000))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("policy", some(["pensieve", "vllm_like", "s3", "auto"]))
 def test_long_contexts_that_begin_end_and_leave_the_pool(policy: str):
     """The pool holds two; a step computes 32 pages, whether a prompt has 125 or 1,250."""

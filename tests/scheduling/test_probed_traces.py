@@ -46,6 +46,7 @@ def test_readings_never_change_a_token(policy, probe, count):
     assert (num_refined > 0) == (probe not in ("misshapen", "nan"))
 
 
+@pytest.mark.release
 @seeds(30)
 def test_resized_pools_serve_on(seeds):
     """Preempted sequences keep their readings."""

@@ -132,6 +132,7 @@ def test_it_is_a_sorted_list(max_passes: int):
     assert num_admitted > 100 and num_refused > 100
 
 
+@pytest.mark.release
 def test_a_search_asks_few_of_ten_thousand():
     """Where none fits none is asked; where one does, at most those of its block are."""
     sequences = _sequences(10_000)

@@ -108,6 +108,7 @@ def test_an_end_from_outside_loses_nothing(tmp_path):
     assert found["two"]["result"]["figures"] == [{"value": 1}]
 
 
+@pytest.mark.release
 def test_tests_are_counted_as_far_as_they_came(tmp_path):
     """This works for complete output and for output that is cut off."""
     module = tmp_path / "test_some.py"

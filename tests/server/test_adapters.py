@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from tests.common.tiers import some
 from tests.models.adapter_checkpoints import folder_of
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
@@ -36,7 +37,9 @@ def _wanted(rt: Runtime, adapter: str | None) -> list[int]:
     return list(rt.generate(PROMPT, params).token_ids)
 
 
-@pytest.mark.parametrize(("model", "adapter"), [(NAME, None), (ADAPTER, ADAPTER), (None, None)])
+@pytest.mark.parametrize(
+    ("model", "adapter"), some([(NAME, None), (ADAPTER, ADAPTER), (None, None)], 1)
+)
 def test_tokens_are_those_of_the_named_model(rt: Runtime, url: str, model, adapter):
     """Of the adapter, or of the weights without one; the answer names what it is of."""
     body = {"token_ids": PROMPT, "sampling_params": EACH}

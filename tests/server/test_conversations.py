@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, client, events, post, runtime, server
 
 SHORT: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
@@ -94,7 +95,7 @@ def test_prompts_of_turns_are_bounded(rt: Runtime, stream: bool):
     assert len(rt.conversation(id).turns) == 1
 
 
-@pytest.mark.parametrize("id", ["a/b", "/a/", "a/fork", "a?b#c%2F d"])
+@pytest.mark.parametrize("id", some(["a/b", "/a/", "a/fork", "a?b#c%2F d"]))
 def test_ids_with_a_slash(url: str, id: str):
     """An id may have any printable character; in a path it is percent-encoded."""
     assert _say(url, id, "hi").status_code == 200

@@ -22,6 +22,7 @@ from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.exchange import Exchange, Job, merged
 from jaxserve.testing import OPTIONS, ExecutorWrapper, FaultyExecutor, letter_tokenizer, tiny_llama
+from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, client, connect, post, request_of, runtime, server
 
 
@@ -43,7 +44,7 @@ def _faulty(wrap: Callable[[Any], Any] | None = None) -> Iterator[Runtime]:
         yield rt
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some([False, True], 1))
 def test_failed_engine(stream: bool):
     """Open requests end with a server error, and from then on /health and /ready say so."""
     with _faulty() as rt, server(rt) as url, client(url) as ai:
@@ -57,7 +58,7 @@ def test_failed_engine(stream: bool):
         assert httpx2.get(url + "/ready").json()["error"]["code"] == "failed"
 
 
-@pytest.mark.parametrize("by", ["turn", "stream of a turn", "submit"])
+@pytest.mark.parametrize("by", some(["turn", "stream of a turn", "submit"]))
 def test_failed_engine_is_known_to_health(by: str):
     """A failure that a turn meets, or that was before a request came, is the server's, too."""
     with _faulty() as rt, server(rt) as url:

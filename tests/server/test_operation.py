@@ -21,6 +21,7 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.server import ServerOptions, is_loopback, url_of
 from tests.common.compiling import held_back
+from tests.common.tiers import some
 from tests.common.waiting import until
 from tests.server.serving import (
     CHAT,
@@ -183,7 +184,7 @@ def test_open_files_have_room_for_the_connections(slow: Runtime):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some([False, True], 1))
 def test_a_turn_waits_until_its_first_token(slow: Runtime, stream: bool):
     """A turn of a conversation counts as running as soon as it has a token, streamed or not."""
     with server(slow) as url:
@@ -197,6 +198,7 @@ def test_a_turn_waits_until_its_first_token(slow: Runtime, stream: bool):
         until(lambda: metrics(url)["jaxserve:num_requests_running"] == 0)
 
 
+@pytest.mark.release
 def test_a_conversation_has_one_turn_at_a_time(slow: Runtime):
     """While a turn is being answered, another one is a ConflictError; then it is answered."""
     asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 10, "temperature": 0}
@@ -220,7 +222,7 @@ def test_a_queue_takes_as_many_as_it_has_room_for(slow: Runtime):
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some([False, True]))
 def test_request_timeout(slow: Runtime, stream: bool):
     with server(slow, request_timeout_s=0.4) as url, client(url) as ai:
         with pytest.raises(openai.APIError, match=r"after 0\.4 s"):
@@ -229,6 +231,7 @@ def test_request_timeout(slow: Runtime, stream: bool):
         until(lambda: not slow.outlook())
 
 
+@pytest.mark.release
 def test_late_heads_and_bodies(slow: Runtime):
     """A connection whose head does not come is closed, and a body that does not come is 408."""
     with server(slow, header_timeout_s=0.3, body_timeout_s=0.3) as url:
@@ -374,6 +377,7 @@ def _named(panel: dict[str, Any]) -> list[str]:
     return [n for t in panel["targets"] for n in re.findall(r"jaxserve:\w+", t["expr"])]
 
 
+@pytest.mark.release
 def test_access_log(slow: Runtime, capsys: pytest.CaptureFixture[str]):
     """A line of JSON tells of each request, without its prompt unless that is asked for."""
     body = {"prompt": "secret", "max_tokens": 1}

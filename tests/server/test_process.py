@@ -191,6 +191,7 @@ def test_bad_options(arguments: tuple[str, ...], said: str):
     assert said in done.output
 
 
+@pytest.mark.release
 def test_a_ready_server_spares_the_collector(capfd: pytest.CaptureFixture[str]):
     """What is loaded when the server is ready is not searched by later garbage collections."""
     loaded: list[Any] = [[]]

@@ -14,6 +14,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.pending import Pending
 from jaxserve.runtime import Service
 from jaxserve.server import ServerOptions, running
+from tests.common.tiers import some
 from tests.predictor.tiny import tiny_predictor
 from tests.server.serving import CHAT, NAME, post, runtime, server
 
@@ -48,12 +49,17 @@ def served(request) -> Iterator[tuple[str, Watched, bool]]:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": CHAT}),
-        ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
-        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
-    ],
+    some(
+        [
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": CHAT}),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+            ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
+        ],
+        0,
+        1,
+        3,
+    ),
 )
 def test_short_prompts_need_no_thread(served, path, body):
     """They are submitted by the event loop itself, unless a prediction is waited for."""

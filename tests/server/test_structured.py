@@ -19,6 +19,7 @@ from jaxserve.server.schema import AddedCall, AddedFunction, Tool
 from jaxserve.server.tools import Tools
 from jaxserve.testing import letter_tokenizer
 from tests.common.schemas import SYMBOLS
+from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, chat_server, client, post
 
 SCHEMA: dict[str, Any] = {
@@ -234,7 +235,7 @@ def test_an_argument_may_hold_the_tag_that_ends_a_call(tooled: openai.OpenAI):
     assert streamed.arguments == call.function.arguments
 
 
-@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("calls", some([False, True], 1))
 def test_a_chat_with_tools_is_counted_as_it_is_answered(tooled: openai.OpenAI, calls: bool):
     """`/tokenize` takes `tools`, as vLLM does, and has the prompt of the chat itself."""
     call = {"name": "time", "arguments": '{"place": "Oslo"}'}
@@ -251,7 +252,7 @@ def test_a_chat_with_tools_is_counted_as_it_is_answered(tooled: openai.OpenAI, c
         assert post(url, "/tokenize", asked).json()["tokens"] == answer["prompt_token_ids"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some([False, True], 1))
 def test_conversations_have_tools(tooled: openai.OpenAI, stream: bool):
     """A turn may call; the next ones send the result only, with the tools or without."""
     url = str(tooled.base_url).removesuffix("/v1/")

@@ -57,7 +57,7 @@ def _span(exporter: InMemorySpanExporter) -> Any:
     return span
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", some([False, True], 1))
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_has_a_span(served: Any, path: str, stream: bool):
     """It says what was asked for and what came, below the caller's span."""
@@ -112,6 +112,7 @@ def test_refused_requests_have_their_status(served: Any):
     assert span.attributes["http.response.status_code"] == 400
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("conversation", some([{}, {"conversation_id": "adapted"}]))
 def test_a_span_names_the_adapter(conversation: dict[str, Any]):
     with runtime(max_adapters=1, max_adapter_rank=1) as rt, _traced(rt) as (url, exporter):

@@ -113,6 +113,7 @@ def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, expone
     assert {found.finish_reason for found in answers} == reasons
 
 
+@pytest.mark.release
 def test_one_beam_is_the_likeliest_tokens(translator):
     """A search with one beam gives the tokens of the decoder that takes the likeliest."""
     sentences = _sentences(12)
@@ -123,6 +124,7 @@ def test_one_beam_is_the_likeliest_tokens(translator):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.release
 def test_more_beams_find_likelier_answers(translator):
     """As many beams as tokens find answers at least as likely in nearly all cases."""
     found = []

@@ -246,6 +246,7 @@ def test_a_bound_that_nothing_keeps_is_left_out(caplog: pytest.LogCaptureFixture
     assert [each.bounds.latency_s for each, _ in plan.classes] == [1.6]
 
 
+@pytest.mark.release
 def test_an_infeasible_class_is_named():
     """The error and the nearest plan say which class, and what it would take."""
     each = RequestClass(bounds=LatencyBounds(latency_s=0.05), max_answer_tokens=30, num_running=2)

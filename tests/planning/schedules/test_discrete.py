@@ -43,6 +43,7 @@ def _deployment() -> Deployment:
     return Deployment(model=model, cluster=cluster, cost=RooflineLayerCost(model, cluster))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("task", "encode_batch", "num_decodes", "degree", "of_throughput", "of_latency"),
     some(

@@ -107,6 +107,7 @@ def test_no_schedule_serves_more_under_any_bound(name: str):
     assert "continuous" in families
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(["first_token_s", "token_s"]))
 def test_bounds_on_tokens_are_searched_too(name: str):
     """Half way between the lowest and that of the plan without bounds; the lowest is feasible."""

@@ -102,11 +102,13 @@ def test_other_bounds_hold_along_the_whole_frontier():
 
 @pytest.mark.parametrize(
     ("families", "controls", "is_decoder_only"),
-    [
-        (("rra", "waa"), {"N_D", "B_m"}, True),
-        (("continuous",), {"B"}, True),
-        (("continuous",), {"B"}, False),
-    ],
+    some(
+        [
+            (("rra", "waa"), {"N_D", "B_m"}, True),
+            (("continuous",), {"B"}, True),
+            (("continuous",), {"B"}, False),
+        ]
+    ),
 )
 def test_neighbours_differ_in_one_step(
     families: tuple[str, ...], controls: set[str], is_decoder_only: bool
@@ -133,6 +135,7 @@ def test_neighbours_differ_in_one_step(
         assert same.estimates.latency_s == outcome.estimates.latency_s
 
 
+@pytest.mark.release
 def test_an_engine_plans_as_its_runtime_does():
     """The schedule and figures of one engine are those of `RRAPlanner`."""
     pairs = [(20 + i % 30, 1 + (7 * i) % 60) for i in range(100)]

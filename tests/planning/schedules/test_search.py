@@ -71,6 +71,7 @@ def test_the_search_finds_the_best_of_all_configurations(seed: int):
             assert found.score == pytest.approx(expected.score, rel=1e-8), (seed, number, name)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_no_configuration_beats_the_limits_of_its_box(seed: int):
     """Random boxes of random cases: every point in them, for throughput, latencies and memory."""
@@ -161,6 +162,7 @@ def test_algorithm_1_is_exact_where_everything_is_monotone():
             assert found.num_evaluated < 0.5 * expected.num_evaluated
 
 
+@pytest.mark.release
 def test_of_equal_throughputs_the_lowest_latency_is_chosen():
     """Encoding limits WAA: the number of micro-batches then only changes the latency."""
     rng = np.random.default_rng(23)

@@ -225,7 +225,7 @@ def _serve(trace: Trace, policy: Policy, loses_every: int) -> tuple[Engine, list
     return engine, sequences
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_pages_that_are_lost_are_computed_anew(policy):
     """Where every other handover is lost, the tokens are right and no page is leaked."""
     num_lost = 0
