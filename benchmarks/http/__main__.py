@@ -5,8 +5,8 @@ arrive all at once, for throughput; then as Poisson arrivals, for latencies. The
 for every way: half of the requests a second that our engine answers in process. The same client
 also sends requests over bare sockets, since it takes a share of the machine with any server. With
 `--compare` and `--peer`, it sends the same prompts to other servers, and to this one in the same
-form. No two requests to a server have the same prompt. With `--reading`, chats show what it costs
-to look for thinking and calls of tools: the same prompts and answers, read and not.
+form. No two requests to a server have the same prompt. Looking for thinking and calls of tools is
+measured by itself, as a share of the CPU time that this process takes for a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,13 +27,13 @@ from benchmarks.common.policies import policy_options
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, repeats, summary
 from benchmarks.common.serving import Runtimes
+from benchmarks.http import reading
 from benchmarks.http.load import percentiles, phases
 from benchmarks.http.peers.servers import PEERS, named, started
 from benchmarks.http.ways import (
     DistinctPrompts,
     Way,
     bare_socket,
-    chats,
     completions_of,
     of_ours,
 )
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
 # Poisson arrivals as a share of the requests a second that are answered in process, all at once.
 LOAD = 0.5
 
-CHAT, READ = "chat", "chat, read"
-OURS = ("in process", "socket", "http", "completions", CHAT, READ)
+OURS = ("in process", "socket", "http", "completions")
 # Seconds after an answer within which the engine has recorded its request.
 _RECORDED_WITHIN_S = 10.0
 
@@ -71,8 +69,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         options.num_requests = most
     with Runtimes(options) as open_runtimes:
         rt = open_runtimes.open()
-        if options.reading and rt.tokenizer is None:
-            raise InvalidConfigError("--reading is for a model with a tokenizer")
         items = workloads.items(options, rt)
         serving = ServerOptions(
             model_name="model",
@@ -84,7 +80,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with (
             bare_socket(rt) as socket_url,
             running(rt, serving) as url,
-            chats(rt, serving) if options.reading else nullcontext({}) as read,
             started(
                 peers,
                 model.fetch(),
@@ -93,16 +88,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ) as servers,
         ):
             with_completions = bool(peers or options.peer)
-            ways = of_ours(rt, socket_url, url, completions=with_completions) | read
+            ways = of_ours(rt, socket_url, url, completions=with_completions)
             for name, (address, served) in options.peer:
                 ways[name] = completions_of(address, served)
             for name, address in servers.urls.items():
                 ways[name] = completions_of(address, "model", peers[name].fields)
             contest = _Contest(ways, DistinctPrompts(items), rt, servers.failed)
             contest.turn(items[:2], [0.0] * len(items[:2]))  # the first requests are slow
-            points = [_point(contest, items, count, options) for count in counts]
+            read = reading.cpu_s_per_piece()
+            points = [_point(contest, items, count, options, read) for count in counts]
     return {
         "points": points,
+        "reading": read,
         "peers": {
             name: {
                 "requirements": peer.environment.requirements,
@@ -120,7 +117,11 @@ def _asked(items: Sequence[WorkloadItem], count: int) -> list[WorkloadItem]:
 
 
 def _point(
-    contest: _Contest, items: Sequence[WorkloadItem], count: int, options: argparse.Namespace
+    contest: _Contest,
+    items: Sequence[WorkloadItem],
+    count: int,
+    options: argparse.Namespace,
+    read: Mapping[str, Figures],
 ) -> dict[str, Any]:
     """Return the figures for a number of requests, of all ways in turns."""
     asked = _asked(items, count)
@@ -135,12 +136,18 @@ def _point(
         for name, figures in poisson.items():
             figures["share_of_own_rate"] = rate / at_once[name]["requests_per_s"]
             runs[name].append({"at_once": at_once[name], "poisson": figures})
+    http = runs["http"]
     return {
         "connections": count,
         "ways": {name: summary(each) for name, each in runs.items() if each},
-        "costs": _costs(runs["http"], runs["in process"]),
-        "costs_beside_socket": _costs(runs["http"], runs["socket"]),
-        **({"costs_of_reading": _costs(runs[READ], runs[CHAT])} if READ in runs else {}),
+        "costs": _costs(http, runs["in process"]),
+        "costs_beside_socket": _costs(http, runs["socket"]),
+        "share_of_reading": {
+            kind: summary(
+                [{"cpu": costs["cpu_s"] / run["at_once"]["cpu_s_per_token"]} for run in http]
+            )
+            for kind, costs in read.items()
+        },
     }
 
 
@@ -192,6 +199,7 @@ class _Contest:
         for name, answer in self.ways.items():
             if name in self.failed:
                 continue
+            begun_s = time.process_time()
             try:
                 seen = answer(items, arrivals_s)
             except PeerError as error:
@@ -201,7 +209,11 @@ class _Contest:
                 self.failed[name] = str(error)
                 continue
             found[name] = _figures(seen, arrivals_s)
-            found[name]["phases"] = self._phases(seen) if name in OURS else None
+            found[name]["phases"] = None
+            if name in OURS:
+                num_tokens = sum(one.num_tokens for one in seen)
+                found[name]["cpu_s_per_token"] = (time.process_time() - begun_s) / num_tokens
+                found[name]["phases"] = self._phases(seen)
         return found
 
     def _phases(self, seen: Sequence[TimedAnswer]) -> Figures:
@@ -244,7 +256,6 @@ def _peer(text: str) -> tuple[str, tuple[str, str]]:
 
 OPTIONS = (
     option("--connections", "1,64,1000", "numbers of requests, each on its connection"),
-    option("--reading", False, "also chats, with and without reading"),
     option("--compare", "", f"servers to install, start and measure, too: {','.join(PEERS)}"),
     option(
         "--peer",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from benchmarks.common.processes import PeerError
 from benchmarks.http.load import send
@@ -19,23 +19,7 @@ from jaxserve.workload import WorkloadItem
 from jaxserve.workload.load import TimedAnswer, unanswered
 
 if TYPE_CHECKING:
-    from jaxserve.models.tokenizer import Tokenizer
-    from jaxserve.runtime import Runtime, Service
-    from jaxserve.server import ServerOptions
-
-# A chat template, and one that renders the same and says that the model thinks and calls as Qwen3.
-_PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-_READ = (
-    '{% if false %}<think></think>{{ tools }}<tool_call>{"name": "", "arguments": {}}</tool_call>'
-    "{% endif %}" + _PLAIN
-)
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+    from jaxserve.runtime import Runtime
 
 
 @contextmanager
@@ -112,47 +96,6 @@ def completions_of(url: str, model: str, fields: Mapping[str, Any] | None = None
         return {"prompt": prompt, **params, **common}
 
     return _streamed(f"{url.rstrip('/')}/v1/completions", body)
-
-
-@final
-class _Templated:
-    """A runtime with another chat template."""
-
-    def __init__(self, rt: Runtime, source: str):
-        assert rt.tokenizer is not None
-        self._rt, self.tokenizer = rt, rt.tokenizer.with_template(source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rt, name)
-
-
-@contextmanager
-def chats(rt: Runtime, options: ServerOptions) -> Iterator[dict[str, Way]]:
-    """Yield chats whose text is passed on, and the same ones read for thinking and calls.
-
-    They have a server each for the block, before one runtime. The text of all answers goes through
-    both readers, which find nothing. Each begins with an empty prefix cache.
-    """
-    from jaxserve.server import running
-
-    plain, read = (cast("Service", _Templated(rt, source)) for source in (_PLAIN, _READ))
-    with running(plain, options) as plain_url, running(read, options) as read_url:
-        tokenizer = rt.tokenizer
-        assert tokenizer is not None
-        yield {
-            "chat": _cleared(rt, _chats_of(plain_url, tokenizer, {})),
-            "chat, read": _cleared(rt, _chats_of(read_url, tokenizer, {"tools": [_TOOL]})),
-        }
-
-
-def _chats_of(url: str, tokenizer: Tokenizer, fields: Mapping[str, Any]) -> Way:
-    common = {"model": "model", "stream_options": {"include_usage": True}, **fields}
-
-    def body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        message = {"role": "user", "content": tokenizer.decode(prompt)}
-        return {"messages": [message], **params, **common}
-
-    return _streamed(f"{url}/v1/chat/completions", body)
 
 
 def _generate(url: str) -> Way:

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.release
 
 def test_both_ways_answer_the_same_requests(capsys, tmp_path):
     """Each number of connections has figures of both ways, and what HTTP costs."""
-    more = ["--connections", "1,6", "--repeats", "2", "--reading"]
+    more = ["--connections", "1,6", "--repeats", "2"]
     assert main([*arguments(tmp_path), *more]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["connections"] for point in points] == [1, 6]
     for point in points:
-        assert set(point["ways"]) == {"in process", "socket", "http", "chat", "chat, read"}
+        assert set(point["ways"]) == {"in process", "socket", "http"}
         ours = point["ways"]["http"]
         assert ours["at_once"]["tokens_per_s"] > 0 and len(ours["runs"]) == 2
         assert 0 < ours["poisson"]["first_token_s"]["p50"] < ours["poisson"]["wall_s"]
@@ -47,7 +47,8 @@ def test_both_ways_answer_the_same_requests(capsys, tmp_path):
                 _check_phases(run["poisson"])
         low, high = point["costs"]["range"]["throughput_share"]
         assert low <= point["costs"]["throughput_share"] <= high
-        assert point["costs_of_reading"]["throughput_share"] > 0
+        shares_read = [share["cpu"] for share in point["share_of_reading"].values()]
+        assert len(shares_read) == 2 and all(0 < share < 1 for share in shares_read)
 
 
 def _check_phases(poisson: dict[str, Any]) -> None:
