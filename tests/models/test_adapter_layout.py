@@ -43,7 +43,11 @@ def _layout(config, layer_layout="unrolled", dtype: str | None = None) -> Adapte
             ("llama", "scanned"),
             ("gptj", "scanned"),
         ],
-        *range(5),
+        0,
+        1,
+        2,
+        3,
+        4,
     ),
 )
 def test_an_adapter_is_the_change_that_peft_makes(variant, layer_layout):
