@@ -23,6 +23,8 @@ pytest_plugins = ["tests.common.times"]
 # XLA read these when they are imported.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
     os.environ.setdefault(name, "1")
+# Ray gives its workers a niceness of 15 by default; the other test worker would hold them up.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Each module is compiled once, and not by every process that a test starts.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -276,6 +276,7 @@ def test_models_are_listed_and_described(model):
     assert_refused(run("models show no-such-model"), "UnknownModelError")
 
 
+@pytest.mark.release
 def test_interrupt_keeps_what_is_finished(model, tmp_path):
     """Ctrl-C writes the answers that are finished and exits with 130."""
     jobs = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 15_000}]

@@ -106,6 +106,7 @@ def test_a_context_that_is_full(runtime):
         runtime.conversation().send([10_000])
 
 
+@pytest.mark.release
 def test_cut_off_turns_are_not_kept(runtime):
     """A turn that ends by cancel, timeout, Ctrl-C or leaving the loop is not kept."""
     chat = runtime.conversation()

@@ -353,6 +353,7 @@ def test_trials_are_bounded_in_memory():
         trials.check('start: "a"')
 
 
+@pytest.mark.release
 def test_a_process_that_has_rested_is_replaced():
     """A process ends when no grammar comes for a while, and the next one gets another."""
     trials = GrammarTrials((100, {}, 100), {}, 10.0, idle_s=0.05)

@@ -756,7 +756,9 @@ FURTHER = {
     *("internlm3", "arcee", "cwm", "llama3_rope", "linear_rope", "qwen2", "smollm2", "codegen"),
     *("gpt_bigcode_heads", "stablelm_parallel", "cohere_plus", "falcon_11b", "opt", "gemma"),
     *("gpt_neox_in_turn", "glm", "gemma4_plain", "olmo", "hunyuan", "deepseek_v2", "granitemoe"),
-    *("qwen3_moe_mixed", "granite_hybrid", "falcon_h1_norm", "nemotron_h", "qwen3_5"),
+    *("qwen3_moe_mixed", "granite_hybrid", "falcon_h1_norm", "nemotron_h", "qwen3_5", "biogpt"),
+    *("xglm", "jais2", "falcon_40b", "vaultgemma", "ernie4_5", "helium", "glm4", "ministral"),
+    *("hunyuan_moe", "olmoe", "phimoe", "dots1", "ernie4_5_moe", "minimax_m2", "granitemoeshared"),
 }
 
 

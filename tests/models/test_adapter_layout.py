@@ -43,11 +43,7 @@ def _layout(config, layer_layout="unrolled", dtype: str | None = None) -> Adapte
             ("llama", "scanned"),
             ("gptj", "scanned"),
         ],
-        0,
-        1,
-        2,
-        3,
-        4,
+        *range(5),
     ),
 )
 def test_an_adapter_is_the_change_that_peft_makes(variant, layer_layout):

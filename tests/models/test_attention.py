@@ -225,7 +225,7 @@ def _numpy(parameter: nnx.Param) -> np.ndarray:
     return np.asarray(parameter[...], np.float64)
 
 
-@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+@pytest.mark.parametrize("kind", some(["causal", "bidirectional"]))
 def test_a_self_attention_layer_of_either_kind(kind):
     """Only the rows differ; rotary positions are the tokens' positions, from 0 on, in both."""
     config = _config(6, 2, rope=Rope(), qkv_bias=True, o_bias=True)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxserve.models.delta_rule import delta_rule
+from tests.common.tiers import some
 
 HEADS, GROUP, KEY, VALUE = 2, 3, 12, 10
 
 
-@pytest.mark.parametrize("num_tokens", [2, 7, 64])
+@pytest.mark.parametrize("num_tokens", some([2, 7, 64], 0, 1, 2))
 @pytest.mark.parametrize("spread", [1.0, 0.01], ids=["random", "alike"])
 def test_many_tokens_at_once(num_tokens, spread):
     """Also for keys that are almost the same, where powers of the system's matrix are large."""

@@ -57,7 +57,10 @@ def _packed(form: CommonForm, kind: str, rows: np.ndarray) -> np.ndarray:
     return np.asarray(dequantise(packed))[: len(rows)]
 
 
-@pytest.mark.parametrize("others", [(), *((name,) for name in BLOCK_TYPES), tuple(BLOCK_TYPES)])
+@pytest.mark.parametrize(
+    "others",
+    some([(), *((name,) for name in BLOCK_TYPES), tuple(BLOCK_TYPES)], 0, 7, are_tuples=True),
+)
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_packed_blocks_have_the_numbers_of_the_file(name, others):
     """They are `gguf.dequantize`'s, also in a form that holds other types beside them."""

@@ -68,7 +68,7 @@ def test_the_parameters_are_those_of_the_merged_checkpoint(variant, layer_layout
     _check(merge_adapter(model, adapter, scale=SCALE), wanted)
 
 
-@pytest.mark.parametrize("ending", ["", ".weight"])
+@pytest.mark.parametrize("ending", some(["", ".weight"]))
 @pytest.mark.parametrize(("is_rslora", "scale"), [(False, 6 / RANK), (True, 6 / RANK**0.5)])
 def test_a_folder_of_a_dora_is_merged(tmp_path, is_rslora, scale, ending):
     """With modules that have no adapter, which stay; a part of a fused weight among them."""
@@ -117,6 +117,7 @@ def test_unchanged_parameters_are_shared():
     }
 
 
+@pytest.mark.release
 def test_a_model_in_bfloat16_stays_so():
     """It is merged in float32, and rounded once."""
     config, rng = config_of("llama"), np.random.default_rng(4)

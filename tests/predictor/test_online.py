@@ -194,6 +194,7 @@ def test_a_small_share_of_the_time(trained_folder):
     assert learner.counters.seconds < 0.05 * elapsed_s + 0.5
 
 
+@pytest.mark.release
 def test_observing_never_raises():
     """Invalid observations are skipped, and prompts of any length are accepted."""
     learner = OnlineLearner(tiny_predictor(), CONFIG)

@@ -88,6 +88,7 @@ def test_trace_tells_steps_and_phases(runtime, tmp_path):
     assert phases == ["waiting", "prompt", "answer"]
 
 
+@pytest.mark.release
 def test_a_report_of_nothing():
     """Before the first request every form is empty, and none raises."""
     report = Report((), (), policy="auto", num_pages=7)

@@ -357,6 +357,7 @@ def test_an_unknown_adapter_fails_its_request_alone(rt):
         _params("")
 
 
+@pytest.mark.release
 def test_an_adapter_in_use_is_not_dropped():
     """The call says how many requests have it; they end with its answer, and then it goes."""
     with Runtime(tiny_llama(), **OPTIONS, wrap_executor=partial(SlowExecutor, step_s=0.02)) as rt:

@@ -180,6 +180,7 @@ def test_the_trainer_has_the_bits_after_truncation_too(params):
     np.testing.assert_allclose(slope, norm, rtol=0.02)
 
 
+@pytest.mark.release
 def test_parameters_that_a_trainer_cannot_follow_are_refused():
     """As `Runtime.score` does, and adapters, which are not in the model."""
     tokens = jnp.zeros((1, 3), jnp.int32)

@@ -52,6 +52,7 @@ def _served(checkpoint, lengths, max_context, **options) -> list[float]:
     return [greedy_shortfall(model, prompt, answer) for prompt, answer in pairs]
 
 
+@pytest.mark.release
 def test_a_short_runtime_has_the_short_factors(checkpoint):
     """Prompts that fit with their answers into the original context have PyTorch's answers."""
     assert max(_served(checkpoint, (1, 7, 20), ORIGINAL)) < ROUNDING

@@ -139,6 +139,7 @@ def test_a_late_prediction_delays_nothing():
         assert rt.stats().predicting_s > 0
 
 
+@pytest.mark.release
 def test_requests_that_come_together_are_predicted_together():
     """While one batch is predicted, others wait for the next one, and not one by one."""
     late = Late()

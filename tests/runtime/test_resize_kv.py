@@ -96,6 +96,7 @@ def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
         assert not is_warm or rt.stats().num_compilations == compiled
 
 
+@pytest.mark.release
 def test_a_request_that_does_not_fit_fails_alone_with_the_reason():
     """A request that runs, streams or is new fails; others continue; all fit after growing."""
     long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]

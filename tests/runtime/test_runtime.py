@@ -249,6 +249,7 @@ def test_arrays_and_generators_are_batches(runtime):
     assert runtime.generate(np.array(prompts[0]), GREEDY).token_ids == expected[0]
 
 
+@pytest.mark.release
 def test_a_time_window_delays_the_batch():
     """Under `triton_window` a single request waits for the window, and later ones join it."""
     options = OPTIONS | {"policy": "triton_window"}

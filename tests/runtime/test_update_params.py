@@ -154,6 +154,7 @@ def test_what_does_not_fit_is_refused():
         assert rt.generate(PROMPTS[0], LONG).token_ids == before
 
 
+@pytest.mark.release
 def test_donated_weights_are_named_and_an_update_brings_others(answers):
     """Running, waiting and later requests say what happened to the arrays; the runtime goes on."""
     slow = WrapAll(SlowExecutor)

@@ -81,6 +81,7 @@ class _Faulty(ExecutorWrapper):
         return self.inner.fingerprint()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("num_replicas", some([1, 2]))
 @pytest.mark.parametrize(
     ("at", "error"),

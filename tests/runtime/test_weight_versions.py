@@ -163,6 +163,7 @@ def _scores(completion: Completion) -> list[float]:
     return [token.logprob for token in completion.prompt_logprobs or () if token is not None]
 
 
+@pytest.mark.release
 def test_kept_kv_goes_on_at_once_and_is_not_found_by_others(slow):
     """The next token is of the new weights; no later prompt gets pages of the old ones."""
     before = slow.weights_version
@@ -319,6 +320,7 @@ def test_nothing_waits_for_ends_during_a_pause(slow):
     assert pending.result(0).finish_reason in ("cancelled", "error")  # if it had not begun
 
 
+@pytest.mark.release
 def test_memory_is_given_back_and_taken_again():
     """Pool and weights are free meanwhile; requests keep their tokens, and nothing compiles."""
     with Runtime(tiny_llama(0), **SLOW) as rt:

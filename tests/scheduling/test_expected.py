@@ -72,6 +72,7 @@ def _scheduler(rng: np.random.Generator, num_waiting: int) -> Scheduler:
     return engine.scheduler
 
 
+@pytest.mark.release
 def test_a_pool_is_filled_where_preemptions_cost_little():
     """And fewer sequences are preempted where each of their tokens costs ten iterations."""
     assert _num_preempted(1e-2) < 0.5 * _num_preempted(1e-7)

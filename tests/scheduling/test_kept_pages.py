@@ -97,6 +97,7 @@ def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int)
     assert counts["awaited"] > 5 and counts["preempted"] > 20, counts
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("policy", some(POLICIES[:6]), ids=lambda policy: policy.name)
 def test_a_resized_pool_keeps_what_fits(policy: Policy):
     """Pages move, cached ones too; an answer is cut only if it no longer fits."""

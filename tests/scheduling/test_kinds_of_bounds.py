@@ -208,7 +208,7 @@ def test_first_tokens_come_in_time_beside_bulk(policy: str):
 
 
 @pytest.mark.parametrize("policy", ["auto", "exegpt_rra", "exegpt_waa_c"])
-@pytest.mark.parametrize("seed", some(range(8), 0, 1, 2))
+@pytest.mark.parametrize("seed", some(range(8)))
 def test_every_request_ends_once_under_random_bounds(policy: str, seed: int):
     """Whole, or refused for one of its own bounds; one without bounds always whole.
 

@@ -98,9 +98,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
 
 
 @seeds(40)
-@pytest.mark.parametrize(
-    "policy", some(RESIZED, *range(0, len(RESIZED), 3)), ids=lambda policy: policy.name
-)
+@pytest.mark.parametrize("policy", some(RESIZED, 0, 6), ids=lambda policy: policy.name)
 def test_a_resized_pool_serves_the_same_tokens(seeds, policy):
     """Pages move and sequences are preempted; only what no longer fits is cut short or fails."""
     ends = Counter()
@@ -127,9 +125,7 @@ def test_a_resized_pool_serves_the_same_tokens(seeds, policy):
 
 
 @seeds(25)
-@pytest.mark.parametrize(
-    "policy", some(SHORT, 0, 5, 10, len(SHORT) - 6, len(SHORT) - 1), ids=lambda policy: policy.name
-)
+@pytest.mark.parametrize("policy", some(SHORT, 0, len(SHORT) - 6), ids=lambda policy: policy.name)
 def test_plans_are_upper_bounds(seeds, policy):
     """Steps that deliver fewer tokens than planned, or none, keep tokens right and lose no page.
 
@@ -154,6 +150,7 @@ def test_plans_are_upper_bounds(seeds, policy):
     assert counts["short"] > 500 and counts["reopened"] > 0 < counts["preempted"], counts
 
 
+@pytest.mark.release
 @seeds(40)
 @pytest.mark.parametrize("name", some(["pensieve", "auto"]))
 def test_kept_pages_are_right_although_steps_fall_short(seeds, name):

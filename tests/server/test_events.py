@@ -123,10 +123,7 @@ TEXT = 'a"\\\n\x00\u2028é漢😀'
             ("/inference/v1/generate", {"n": 2, "logprobs": 1}, GenerateReply),
             ("/v1/responses", {"input": "a"}, ResponseEvent),
         ],
-        0,
         1,
-        3,
-        7,
         8,
     ),
 )

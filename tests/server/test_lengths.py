@@ -100,6 +100,7 @@ def test_the_first_stream_of_all_has_no_pace():
         assert "ends_in_s" not in _comments(text)[0]
 
 
+@pytest.mark.release
 def test_the_last_event_of_a_response_has_the_prediction(url: str):
     body = {**ASKED["/v1/responses"], "stream": True}
     last = post(url, "/v1/responses", body).text.rstrip().splitlines()[-1]

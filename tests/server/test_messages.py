@@ -237,7 +237,7 @@ def test_thinking_is_a_block(is_shown: bool):
     assert data[-2]["usage"] == whole["usage"]
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+@pytest.mark.parametrize("choice", some([{"type": "any"}, {"type": "tool", "name": "weather"}]))
 def test_calls_are_blocks(tooled: str, choice: dict[str, Any]):
     """A demanded call is a block of its own with valid input, which can be sent back."""
     one = {**choice, "disable_parallel_tool_use": True}

@@ -254,6 +254,7 @@ def test_header_floods_are_refused(slow: Runtime):
         assert httpx2.get(url + "/health").status_code == 200
 
 
+@pytest.mark.release
 def test_drain_drops_nothing(slow: Runtime):
     """From the end's beginning new requests get 503, and accepted ones their whole answers."""
     answers: list[Any] = []

@@ -107,6 +107,7 @@ def test_a_loop_that_speculates():
     assert found == {"rotate_and_write", "row_maximum"} | ATTENTION
 
 
+@pytest.mark.release
 def test_copies_of_pages_and_moves_of_slots():
     """Swaps, resizes and compaction of slots are copies by a kernel."""
     model = tiny_llama()

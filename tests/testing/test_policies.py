@@ -17,6 +17,7 @@ from jaxserve.testing import check_policy
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.release
 def test_a_policy_that_keeps_pages_is_checked_with_conversations():
     """A policy can be a name or an object; the counts show that pages were evicted and hit."""
     checked = check_policy("pensieve", num_traces=6)

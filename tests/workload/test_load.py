@@ -29,6 +29,7 @@ def _answered(parts: Sequence[bytes], status: int = 200) -> TimedAnswer:
     return answer
 
 
+@pytest.mark.release
 def test_events_are_read_however_they_are_cut():
     """Chunks end within events; the usage has the numbers of tokens."""
     usage = event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 9})

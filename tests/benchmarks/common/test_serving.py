@@ -43,6 +43,7 @@ def test_runs_do_not_leak_into_each_other(runtime):
     assert short["engine"]["num_pages"] == long["engine"]["num_pages"]
 
 
+@pytest.mark.release
 def test_latencies_count_from_each_arrival(runtime):
     """Of requests that arrive a second apart, neither waits for a second, though the run does."""
     items = [replace(item, arrival_s=float(i)) for i, item in enumerate(_items(2, 4))]

@@ -109,6 +109,7 @@ def test_lstm_reads_as_torch():
     assert _close(found["h"], h[0]) and _close(found["c"], c[0])
 
 
+@pytest.mark.release
 def test_folded_products_give_the_same():
     """An LSTM and a TreeLSTM that look up products with embeddings, alone and in a batch."""
     reader, tree_lstm = _Reader(torch.nn.LSTM), _Tree()

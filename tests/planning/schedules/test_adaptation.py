@@ -108,6 +108,7 @@ def test_after_a_refused_plan_the_search_runs_again_soon():
     assert adaptation.plan is not before and adaptation.num_searches == num_before + 1
 
 
+@pytest.mark.release
 def test_a_bound_that_becomes_infeasible_is_said_once(caplog: pytest.LogCaptureFixture):
     """The nearest schedule serves; a warning says so, and another when the bound is kept again."""
     adaptation = _adaptation(_answers(300, 40, seed=0), 1.0)

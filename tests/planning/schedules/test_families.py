@@ -268,6 +268,7 @@ def test_requests_with_bounds_of_their_own_get_the_better_family():
     assert families == {"rra", "continuous"}
 
 
+@pytest.mark.release
 def test_reserved_slots_are_beside_the_limit():
     """Limit and reserve fit into the slots, and a bound that no limit keeps is found missed."""
     planner, lengths = PLANNERS["uniform"]

@@ -158,6 +158,7 @@ def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
     assert np.mean(spent_s(timings) <= bound_s) >= 0.99
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("share", some([1.05, 1.5, 4.0, math.inf]))
 def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     """From just above the lowest bound to none: throughput within 10 %, 99 % of answers in time."""

@@ -20,6 +20,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
+from tests.common.tiers import some
 from tests.scheduling.simulated import engine_of, request_of
 from tests.scheduling.test_traces import PREDICTED
 
@@ -182,7 +183,7 @@ def test_an_answer_that_begins_anew_has_its_first_estimate_again():
     assert len(sequence.output) == 60
 
 
-@pytest.mark.parametrize("probe", [None, "any"])
+@pytest.mark.parametrize("probe", some([None, "any"], 1))
 def test_nothing_is_held_of_sequences_that_have_ended(probe):
     """They end by themselves, at a limit, cancelled or failed, running or waiting."""
     for seed in range(12):
