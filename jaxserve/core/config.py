@@ -14,8 +14,8 @@ from jaxserve.core.page_layout import PageLayout, page_layout
 _COARSE_TOKENS, _FINE_TOKENS = 256, 128
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
-# Maximum number of pages that one plan copies to the host: this number, or a share of a larger
-# pool. They take device memory until they are copied.
+# Maximum number of pages that one plan copies to the host: this number, times that of a sequence's
+# page tables, or a share of a larger pool. They take device memory until they are copied.
 _OUTGOING_PAGES = 64
 _OUTGOING_SHARE = 64
 # The same for pages from the host. The other sequences of the step wait for them.
@@ -105,11 +105,11 @@ class EngineConfig:
                 "least one more, so pass more kv_memory"
             )
         if self.page_layout.is_grouped and (
-            self.num_host_pages or self.num_proposed or self.has_encoder or self.has_slot_state
+            self.num_incoming_pages or self.num_proposed or self.has_encoder or self.has_slot_state
         ):
             raise InvalidConfigError(
-                f"layer_windows={self.layer_windows} is not allowed with pages of the host, "
-                "speculation, an encoder or states in slots; omit it"
+                f"layer_windows={self.layer_windows} is not allowed with pages that come layer by "
+                "layer, speculation, an encoder or states in slots; omit it"
             )
         if self.num_host_pages < 0:
             raise InvalidConfigError(
@@ -223,12 +223,14 @@ class EngineConfig:
     @property
     def max_pages_out(self) -> int:
         """Return the maximum number of pages that one plan copies to the host."""
-        return max(_OUTGOING_PAGES, self.num_pages // _OUTGOING_SHARE)
+        return max(_OUTGOING_PAGES * self.page_layout.num_tables, self.num_pages // _OUTGOING_SHARE)
 
     @property
     def max_pages_in(self) -> int:
         """Maximum number of pages that one plan copies from the host while sequences run."""
-        return self.incoming_pages or max(_INCOMING_PAGES, self.num_pages // _INCOMING_SHARE)
+        return self.incoming_pages or max(
+            _INCOMING_PAGES * self.page_layout.num_tables, self.num_pages // _INCOMING_SHARE
+        )
 
     @property
     def pool_tokens(self) -> int:

@@ -177,7 +177,9 @@ class RuntimeOptions:
         length, from admission to end; None for the highest throughput.
       first_token_bound, token_bound: for policy "exegpt", maximum seconds to the first token, and
         mean seconds per later token.
-      kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left.
+      kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left. On
+        CPUs, a model whose layers see different windows keeps no pages behind a window, unless it
+        speculates, or has `disk_memory`, or `restore` is "per_layer" or "both".
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
         float32's. "fp8" is "float8_e4m3fn".
@@ -192,8 +194,7 @@ class RuntimeOptions:
       host_memory: host memory for pages that leave the device, including those of preempted
         sequences, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
-        that serve a model together. With 0, a model whose layers see different windows keeps no
-        pages behind a window.
+        that serve a model together.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
         before the sequence's first step. "prefetch": a few with every step while the sequence
         waits. "per_layer": within the first step, each layer's while the layer before it is

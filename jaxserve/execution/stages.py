@@ -338,7 +338,8 @@ class DeviceStage:
         with self.programs.place.in_force():
             drafting = self.programs.draft_params
             more = () if drafting is None else (fingerprint(drafting),)
-            return fingerprint(self.params, self.programs.computed_by, self.pages.page_shape, *more)
+            layout = self.pages.page_shape, self.programs.config.layer_windows
+            return fingerprint(self.params, self.programs.computed_by, *layout, *more)
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ class TableSizes:
             for group in layout.groups
             if group.window is not None
         )
-        self.in_windows = {table for each in self.windowed for table in each.tables}
-        self.num_whole = self.num_tables - len(self.in_windows)
+        in_windows = [table for each in self.windowed for table in each.tables]
+        self.whole = tuple(table for table in range(self.num_tables) if table not in in_windows)
+        # Groups are in order of their windows.
+        self.widest_first = (*self.whole, *reversed(in_windows))
 
     # ---- what the query after the first `num_pages` indices sees of these ----
 
@@ -67,24 +70,24 @@ class TableSizes:
         """Return the first index that it sees in any group with a window."""
         return min(self.first(num_pages), default=num_pages)
 
-    def tables_seen(self, index: int, num_pages: int) -> list[int]:
-        """Return the tables with windows in which it sees an index."""
+    def tables_seen(self, index: int, num_pages: int) -> tuple[int, ...]:
+        """Return the tables in which it sees an index: the first few of `widest_first`."""
         first = zip(self.windowed, self.first(num_pages), strict=True)
-        return [table for each, start in first if index >= start for table in each.tables]
+        num = sum(len(each.tables) for each, start in first if index >= start)
+        return self.widest_first[: len(self.whole) + num]
 
     def numbers_seen(self, num_pages: int) -> list[int]:
         """Return the numbers of all pages that it sees, in order."""
-        whole = [table for table in range(self.num_tables) if table not in self.in_windows]
-        return [
-            index * self.num_tables + table
-            for index in range(num_pages)
-            for table in sorted([*whole, *self.tables_seen(index, num_pages)])
-        ]
+        is_seen = np.zeros((num_pages, self.num_tables), np.bool_)
+        is_seen[:, self.whole] = True
+        for each, start in zip(self.windowed, self.first(num_pages), strict=True):
+            is_seen[start:, each.tables] = True
+        return np.flatnonzero(is_seen).tolist()
 
     def num_seen(self, num_pages: int) -> int:
         first = zip(self.windowed, self.first(num_pages), strict=True)
         num = sum(len(each.tables) * (num_pages - start) for each, start in first)
-        return num + self.num_whole * num_pages
+        return num + len(self.whole) * num_pages
 
 
 @final
@@ -122,9 +125,10 @@ class GroupedPageTable:
         """Return the page of a number; the null page if it was freed."""
         return self._pages[number]
 
-    def entries(self) -> list[tuple[int, int]]:
-        """Return (number, page) of the owned pages."""
-        return [entry for entry in enumerate(self._pages) if entry[1] != NULL_PAGE]
+    def entries(self, num_tokens: int = sys.maxsize) -> list[tuple[int, int]]:
+        """Return (number, page) of the owned pages of the first `num_tokens` tokens, or of all."""
+        pages = self._pages[: self._end_of(num_tokens) * self._sizes.num_tables]
+        return [entry for entry in enumerate(pages) if entry[1] != NULL_PAGE]
 
     @property
     def num_pages(self) -> int:
@@ -185,11 +189,11 @@ class GroupedPageTable:
         self._reserve_again(len(freed))
 
     def begin(self, num_tokens: int, shared: Mapping[int, int], num_pages: int) -> bool:
-        """Reserve `num_tokens` tokens for this empty table, whose first `num_pages` are computed.
+        """Reserve `num_tokens` tokens for this empty table; own what follows `num_pages` indices.
 
-        Return False, unchanged, if the pool has too few pages. `shared` maps the numbers of all
-        pages that the next query sees to pages, owned or cached, with the contents that belong
-        there. No sequence may write to a shared page.
+        It owns the pages of these indices that the next query sees. `shared` maps numbers of some
+        of them to pages, owned or cached, with the contents that belong there. No sequence may
+        write to a shared page. Return False, unchanged, if the pool has too few pages.
         """
         if self.reservation:
             raise ValueError("only an empty page table can begin with shared pages")
@@ -203,9 +207,13 @@ class GroupedPageTable:
         pool.lock(shared.values())
         pool.reserve(missing)
         self._first = first
-        numbers = range(num_pages * sizes.num_tables)
-        self._pages = array("i", [shared.get(number, NULL_PAGE) for number in numbers])
-        self._num_owned, self._num_unallocated = len(shared), missing
+        numbers = sizes.numbers_seen(num_pages)
+        allocated = iter(pool.allocate(len(numbers) - len(shared)))
+        self._pages = array("i", [NULL_PAGE]) * (num_pages * sizes.num_tables)
+        for number in numbers:
+            self._pages[number] = shared[number] if number in shared else next(allocated)
+        self._num_owned = len(numbers)
+        self._num_unallocated = missing - (len(numbers) - len(shared))
         self._reserved_end = end
         self.max_end = num_pages * sizes.page_size + sizes.strides[0]
         return True
@@ -270,7 +278,7 @@ class GroupedPageTable:
 
     def _most(self, end: int, first: Iterable[int] = ()) -> int:
         """Return the most pages of indices below `end`, from the `first` of each group on."""
-        num = self._sizes.num_whole * end
+        num = len(self._sizes.whole) * end
         for each, start in zip(self._sizes.windowed, first or self._first, strict=True):
             num += len(each.tables) * min(end - start, each.most[self._is_answer])
         return num

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
@@ -14,6 +14,8 @@ from jaxserve.memory.eviction import PageValues, Ranking
 from jaxserve.memory.page_pool import HostPool, PagePool
 
 Tier = Literal["device", "host", "disk", "nowhere"]
+# The fastest first.
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 # The most pages that are copied ahead of time before one step.
 _MAX_AHEAD = 32
@@ -104,6 +106,8 @@ class PageCache:
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._by_host_page: dict[int, CachedPage] = {}
+        # Pages that stay on the host while a sequence begins with them.
+        self._held: Collection[CachedPage] = ()
         # Pages behind their sequences' windows, oldest first, and their uses at the time.
         self._passed: dict[CachedPage, int] = {}
         # Keys of evicted pages, the latest last.
@@ -133,6 +137,11 @@ class PageCache:
     def find(self, keys: Sequence[bytes]) -> list[CachedPage]:
         return list(filter(None, map(self._by_key.get, keys)))
 
+    def find_leading(self, keys: Sequence[bytes]) -> list[CachedPage]:
+        """Return the pages of these keys up to the first that is not cached."""
+        found = itertools.takewhile(lambda page: page is not None, map(self._by_key.get, keys))
+        return [page for page in found if page is not None]
+
     def tier_of(self, key: bytes) -> Tier:
         page = self._by_key.get(key)
         if page is None:
@@ -149,9 +158,9 @@ class PageCache:
         """Record that no sequence continues a conversation: its pages may be copied ahead."""
         self._to_copy.has_rested(branch)
 
-    def num_evicted_of(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these were evicted recently."""
-        return sum(map(self._evicted.__contains__, keys))
+    def were_evicted(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return of each whether it was evicted recently, and not because a window had passed."""
+        return [*map(self._evicted.__contains__, keys)]
 
     # ---- what comes ----
 
@@ -178,6 +187,10 @@ class PageCache:
         elif page.is_resident:
             page.key = key
             self._put_under(key, page)
+
+    def hold_on_host(self, pages: Collection[CachedPage]) -> None:
+        """Evict none of these pages from the host until the next call."""
+        self._held = pages
 
     def restore(self, page: CachedPage, device_page: int) -> None:
         """Copy a page from the host to an owned device page with the next plan."""
@@ -225,6 +238,18 @@ class PageCache:
     def evict(self, page: CachedPage) -> None:
         self.evict_from_device(page)
         self._evict_from_host(page)
+
+    def evict_passed(self) -> bool:
+        """Evict the first page behind a window from the device; False if there is none."""
+        while self._passed:
+            page = next(iter(self._passed))
+            if self._passed.pop(page) != page.num_uses or not self.is_cached(page):
+                continue
+            self.evict_from_device(page)
+            if page.key is not None:
+                self._evicted.pop(page.key, None)
+            return True
+        return False
 
     def evict_from_device(self, page: CachedPage) -> None:
         """Free its device page, now or once no sequence owns it."""
@@ -309,25 +334,20 @@ class PageCache:
 
     def _reclaim(self, count: int) -> None:
         for _ in range(count):
-            page = self._next_passed() or self._victims.lowest()
+            if self.evict_passed():
+                continue
+            page = self._victims.lowest()
             assert page is not None, "more pages are reserved than cached"
             may_copy = page.host_page is None and len(self._copies_out) < self._max_pages_out
             if may_copy and self._values.is_worth_copying(page):
                 self._copy_out(page)
             self.evict_from_device(page)
 
-    def _next_passed(self) -> CachedPage | None:
-        while self._passed:
-            page = next(iter(self._passed))
-            if self._passed.pop(page) == page.num_uses and self.is_cached(page):
-                return page
-        return None
-
     def _copy_ahead(self, free_share: float) -> None:
         if not self.max_host_pages:
             return
         pool = self.pool
-        lossless = pool.num_free + pool.num_copied - pool.num_reserved
+        lossless = pool.num_free + pool.num_copied + len(self._passed) - pool.num_reserved
         missing = min(int(free_share * pool.num_usable) - lossless, _MAX_AHEAD)
         missing = self._values.most_to_look_at(min(missing, pool.num_cached - pool.num_copied))
         for _ in range(missing):
@@ -406,11 +426,13 @@ class PageCache:
         return host_page
 
     def _is_uncopied(self, page: CachedPage) -> bool:
-        return page.host_page is None and self.is_cached(page)
+        if page.host_page is not None or self._passed.get(page) == page.num_uses:
+            return False
+        return self.is_cached(page)
 
     def _may_leave_host(self, page: CachedPage) -> bool:
         """Whether no copy of the next plan uses its host page, and its contents can be read now."""
-        if page.host_page is None or page.host_page in self._copies_out:
+        if page.host_page is None or page.host_page in self._copies_out or page in self._held:
             return False
         if self.disk and self._host_memory and not self._host_memory.has_arrived(page.host_page):
             return False

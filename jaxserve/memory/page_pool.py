@@ -345,9 +345,9 @@ class PageTable:
         """Return one entry of `pages`, without a copy of the whole list."""
         return self._pages[index]
 
-    def entries(self) -> list[tuple[int, int]]:
-        """Return (index, page) of the owned pages."""
-        return list(enumerate(self._pages))
+    def entries(self, num_tokens: int = sys.maxsize) -> list[tuple[int, int]]:
+        """Return (index, page) of the owned pages of the first `num_tokens` tokens, or of all."""
+        return list(enumerate(self._pages[: self.pages_for(num_tokens)]))
 
     @property
     def num_pages(self) -> int:

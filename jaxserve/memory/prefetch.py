@@ -80,7 +80,7 @@ class Prefetch:
         pool = self._cache.pool
         if pool.num_available < 1:
             return False
-        if pool.num_free:
+        if pool.num_free or self._cache.evict_passed():
             return True
         if self._num_spared is None:
             self._num_spared = self.num_copied(self._awaited) + sum(self._long.values())

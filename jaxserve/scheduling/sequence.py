@@ -70,13 +70,14 @@ class SequenceKV:
       group: the device group in whose memory the pages are filled.
       num_computed: leading tokens whose KV is written by the steps planned so far, or was cached.
       ahead: [start, end) of later tokens whose KV was cached, in order.
-      host_pages: pages of the host that hold its KV while it waits; empty without any.
+      host_pages: pages of the host that hold its KV while it waits, by number in the page table;
+        empty without any.
       num_dropped: tokens whose KV was dropped at the last preemption.
       num_outgrown: how often the sequence used up its reservation.
       num_cached: leading pages that are in the prefix cache.
       num_found: tokens of the prompt that were cached when the sequence was first admitted.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
-      prefetched: indices of pages that came to the device while the sequence waited.
+      prefetched: numbers of pages that came to the device while the sequence waited.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
         sequence runs and computes nothing.
       is_mixed: whether former weights computed some of its KV, so that no other sequence may reuse
@@ -87,7 +88,7 @@ class SequenceKV:
     group: int = 0
     num_computed: int = 0
     ahead: list[tuple[int, int]] = field(default_factory=list)
-    host_pages: tuple[int, ...] = ()
+    host_pages: dict[int, int] = field(default_factory=dict)
     num_dropped: int = 0
     num_outgrown: int = 0
     keys: PageKeys = field(default_factory=PageKeys)

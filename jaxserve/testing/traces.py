@@ -252,8 +252,7 @@ class Trace:
             self.config = replace(
                 self.config,
                 num_pages=1 + (self.config.num_pages - 1) * page_layout(layer_windows).num_tables,
-                num_host_pages=0,
-                restore="on_admission",
+                num_host_pages=self.config.num_host_pages * page_layout(layer_windows).num_tables,
                 layer_windows=layer_windows,
             )
         if speculates:

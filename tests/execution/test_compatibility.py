@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.compatibility import Setting, check_together
+from jaxserve.execution.compatibility import Setting, check_together, grouped_windows
 from jaxserve.sharding import StagePlan, make_groups, make_mesh
 
 pytestmark = pytest.mark.fast
@@ -67,3 +68,34 @@ def test_a_data_axis_goes_with_recurrent_layers():
     """Each replica has its own states."""
     mesh = make_mesh(data=2)
     check_together(Setting(options=RuntimeOptions(), model_config=RECURRENT, mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_grouped"),
+    [
+        ({}, True),
+        (dict(host_memory=0), True),
+        (dict(policy="s3", host_memory="1MB", restore="on_admission"), True),
+        (dict(attention="cpu,xla"), True),
+        (dict(attention="triton"), False),
+        (dict(restore="both"), False),
+        (dict(disk_memory="1MB"), False),
+        (dict(speculation="lookup"), False),
+    ],
+    ids=str,
+)
+def test_pages_are_grouped_by_window_where_groups_are_served(
+    options: dict[str, Any], is_grouped: bool
+):
+    """Nothing is refused: what groups do not go with has one group."""
+    config = SimpleNamespace(
+        has_encoder=False,
+        num_recurrent_layers=0,
+        layer_kinds=("attention",) * 2,
+        attention_chunks=(None,) * 2,
+        kv_sources=(None,) * 2,
+        sliding_windows=(None, 8),
+    )
+    setting = Setting(options=RuntimeOptions(**options), model_config=config)
+    assert grouped_windows(setting) == ((None, 8) if is_grouped else ())
+    assert grouped_windows(replace(setting, mesh=STAGES)) == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from flax import nnx
 
@@ -9,9 +11,8 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.families.gemma import Gemma
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.testing import OPTIONS, random_prompts
+from jaxserve.testing import OPTIONS, FreeCopiesExecutor, random_prompts
 
-pytestmark = pytest.mark.release
 CONFIG = {
     "model_type": "gemma3_text",
     "vocab_size": 97,
@@ -28,27 +29,65 @@ CONFIG = {
 }
 PROMPTS = random_prompts(8, longest=90)
 PARAMS = SamplingParams(max_tokens=24)
+# A pool of 48 pages, where the longest sequence has 31; copies to the host count as free.
+SMALL: dict[str, Any] = {"kv_memory": 50_000, "wrap_executor": FreeCopiesExecutor}
 
 
-def _served(model: Gemma, **options: object) -> tuple[list[tuple[int, ...]], RuntimeStats]:
+def _model(**config: Any) -> Gemma:
+    """Return a model with random weights, whose greedy answers do not repeat themselves."""
+    model = Gemma(config_from_hf(CONFIG | config), rngs=nnx.Rngs(0))
+    for block in model.blocks:
+        for weight in (block.attention.wqkv, block.attention.wo, block.mlp.down):
+            weight[...] = weight[...] * 4
+    return model
+
+
+def _served(model: Gemma, **options: Any) -> tuple[list[tuple[int, ...]], RuntimeStats]:
     """Return the tokens of two turns of eight conversations, and the counters after them."""
     with Runtime(model, **OPTIONS, **options) as rt:
         first = rt.generate(list(map(list, PROMPTS)), PARAMS)
         turns = [[*p, *c.token_ids, 5, 6] for p, c in zip(PROMPTS, first, strict=True)]
         second = rt.generate(turns, SamplingParams(max_tokens=2))
+        rt.check_integrity()
+        assert rt.config.page_layout.is_grouped == (options.get("restore") != "per_layer")
         stats = rt.stats()
     return [c.token_ids for c in (*first, *second)], stats
 
 
+def test_pages_come_back_from_the_host():
+    """An answer after a history that left the device is that after one that is computed again."""
+    options = OPTIONS | SMALL | {"kv_memory": 33_000, "host_memory": "1MiB", "policy": "pensieve"}
+    with Runtime(_model(num_hidden_layers=2, sliding_window_pattern=2), **options) as rt:
+        assert rt.config.page_layout.num_tables == 2 and rt.config.num_host_pages == 1024
+        history = [*PROMPTS[0], *rt.generate(list(PROMPTS[0]), PARAMS).token_ids, 5]
+        rt.generate(list(map(list, PROMPTS[1:4])), PARAMS)
+        assert "host" in rt.residency(history)
+        answer = rt.generate(history, PARAMS).token_ids
+        stats = rt.stats()
+        assert stats.num_prefix_hit_on_host > 0 and stats.num_pages_in > 0
+        rt.forget_kept_pages()
+        assert rt.generate(history, PARAMS).token_ids == answer
+
+
+@pytest.mark.release
 def test_answers_are_those_of_one_group():
     """Chunked prompts, second turns from cached pages, and a pool in which some are preempted."""
-    model = Gemma(config_from_hf(CONFIG), rngs=nnx.Rngs(0))
-    for block in model.blocks:
-        for weight in (block.attention.wqkv, block.attention.wo, block.mlp.down):
-            weight[...] = weight[...] * 4
-    wanted, one = _served(model, host_memory="1MiB")
-    grouped, stats = _served(model, host_memory=0)
+    model = _model()
+    wanted, one = _served(model, restore="per_layer")
+    grouped, stats = _served(model)
     assert len({token for tokens in wanted for token in tokens}) > 20
     assert grouped == wanted and stats.num_prefix_hit > one.num_prefix_hit / 2
-    small, stats = _served(model, host_memory=0, kv_memory=50_000)
-    assert small == wanted and stats.num_preemptions
+    small, stats = _served(model, kv_memory=50_000, host_memory=0)
+    assert small == wanted and stats.num_preemptions and not stats.num_pages_out
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("restore", ["on_admission", "prefetch"])
+@pytest.mark.parametrize("policy", ["auto", "pensieve", "s3", "mlfq"])
+def test_answers_are_the_same_from_pages_of_the_host(policy: str, restore: str):
+    """Cached pages or whole sequences go to the host, and come back."""
+    model = _model()
+    wanted, _ = _served(model, restore="per_layer")
+    small, stats = _served(model, **SMALL, policy=policy, restore=restore)
+    assert small == wanted
+    assert stats.num_pages_out and stats.num_pages_in

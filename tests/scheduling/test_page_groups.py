@@ -6,20 +6,27 @@ The simulated model refuses a query whose context is not whole in the table of e
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.page_layout import page_layout
+from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
+from tests.scheduling.simulated import engine_of, request_of
 
 pytestmark = pytest.mark.fast
 
 POLICIES = [
     *("auto", "vllm_like", "s3", "orca", "pensieve_device_only", "concurrent_instances"),
-    *("exegpt_rra", "fastertransformer", "flover", "oracle", "pensieve", "s3_oracle"),
+    *("exegpt_rra", "fastertransformer", "flover", "mlfq", "oracle", "pensieve", "s3_oracle"),
 ]
+# Cached pages go to the host, or preempted sequences do.
+USE_HOST = ("auto", "pensieve", "s3", "mlfq")
 
 
 def random_windows(seed: int) -> tuple[int | None, ...]:
@@ -37,11 +44,12 @@ def random_windows(seed: int) -> tuple[int | None, ...]:
 @seeds(200, 6)
 def test_random_traces(policy, seeds):
     """Requests have the tokens that they have alone, in small pools, in any company."""
-    num_preempted = num_hit = 0
+    num_preempted = num_hit = num_in = num_awaited = 0
     for seed in seeds:
         trace = Trace(
             seed,
             layer_windows=random_windows(seed),
+            incoming_pages=(None, 1, 3)[seed % 3],
             with_faults=seed % 2 == 0,
             with_conversations=seed % 3 > 0,
             falls_short=seed % 4 == 0,
@@ -50,8 +58,12 @@ def test_random_traces(policy, seeds):
         together = trace.check(PRESETS[policy], cancel_rate=0.02 if seed % 3 else 0.0)
         num_preempted += sum(outcome.num_preemptions for outcome in together.values())
         num_hit += trace.counters["num_prefix_hit"]
+        num_in += trace.counters["num_pages_in"]
+        num_awaited += trace.num_awaited
     assert num_preempted or policy not in ("auto", "vllm_like", "s3")
     assert (num_hit > 0) == PRESETS[policy].retention.keeps_pages
+    assert (num_in > 0) == (policy in USE_HOST)
+    assert num_awaited or len(seeds) < 200 or policy not in ("auto", "pensieve")
 
 
 @pytest.mark.parametrize("policy", some(POLICIES))
@@ -61,13 +73,64 @@ def test_a_resized_pool(policy, seeds):
     num_moved = 0
     for seed in seeds:
         trace = Trace(seed, layer_windows=random_windows(seed), with_conversations=True)
-        together = trace.run(PRESETS[policy], resize_rate=0.1, update_rate=0.02)
+        together = trace.run(
+            PRESETS[policy], resize_rate=0.1, update_rate=0.02, recompute_rate=0.02 * (seed % 2)
+        )
         num_moved += trace.num_moved
         for key, wanted in trace.expected().items():
             got = together[key]
             assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
             assert got.agrees_with(wanted) or got.finish_reason in ("length", "error")
     assert num_moved
+
+
+CONFIG = EngineConfig(
+    page_size=4,
+    num_pages=200,
+    max_slots=4,
+    max_context=64,
+    max_step_tokens=8,
+    max_decode_iterations=4,
+    num_host_pages=100,
+    layer_windows=(None, 6, 6, 13, 13),
+)
+PROMPT = tuple(range(1, 31))  # seven full pages, and two tokens
+
+
+def _answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    [sequence] = engine.add(request_of(str(num_tokens), prompt, max_tokens=num_tokens))
+    while sequence.finish_reason is None:
+        engine.step()
+    engine.scheduler.check_integrity()
+    return list(sequence.output)
+
+
+def test_an_engine_goes_on_from_the_pages_of_another():
+    """Only the pages that the next token sees are sent; also in parts, and a part is of no use."""
+    alone, prefill, decode, other = (engine_of("auto", CONFIG) for _ in range(4))
+    wanted = _answer(alone, PROMPT, 10)
+    _answer(prefill, PROMPT, 1)
+    kv = prefill.export_kv(PROMPT)
+    assert [len(page) // 32 for page in kv.pages] == [1, 1, 1, 1, 3, 5, 5]  # tables with the page
+    assert prefill.residency(PROMPT) == ["device"] * 7
+    assert decode.import_kv(PROMPT, kv) == 7 and decode.residency(PROMPT) == ["host"] * 7
+    assert _answer(decode, PROMPT, 10) == wanted
+    assert decode.stats.num_prefix_hit_on_host == 28
+    assert other.import_kv(PROMPT, KVPages(kv.identity, kv.pages[:5])) == 5
+    assert _answer(other, PROMPT, 10) == wanted and other.stats.num_prefix_hit == 0
+    small = engine_of("auto", replace(CONFIG, num_host_pages=16))
+    assert small.import_kv(PROMPT, kv) == 6
+    assert _answer(small, PROMPT, 10) == wanted
+
+
+def test_an_index_is_evicted_from_all_tables():
+    """The next request computes it again, and counts its tokens as evicted."""
+    engine = engine_of("auto", CONFIG)
+    wanted = _answer(engine, PROMPT, 10)
+    engine.evict(PROMPT, [6])
+    assert engine.residency(PROMPT) == ["device"] * 6 + ["nowhere"]
+    assert _answer(engine, PROMPT, 10) == wanted
+    assert engine.stats.num_evicted_tokens == 4
 
 
 def test_layers_of_gemma_3_are_in_two_groups():

@@ -14,10 +14,10 @@ from jaxserve.core.request import Request
 from jaxserve.memory.disk_tier import NO_DISK, DiskTier, DiskUsage, HostMemory
 from jaxserve.memory.eviction import PageValues, RecomputeCost
 from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
-from jaxserve.memory.page_cache import PageCache, Tier
+from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
+from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Policy
@@ -46,12 +46,13 @@ class SwapCosts:
 def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
     """Return the recompute cost of a page after a context; unmeasured, in units of one token.
 
-    With page groups, all pages of a context cost the same: without one of them none is of use.
+    With page groups, all pages of a context cost the same: without one of them none is of use. Each
+    has a part of the layers.
     """
     token_s = 1.0 if costs is None else costs.token_s
     position_s = token_s / _POSITIONS_A_TOKEN if costs is None else costs.position_s
     if config.page_layout.is_grouped:
-        position_s = 0.0
+        position_s, token_s = 0.0, token_s / config.page_layout.num_tables
     return RecomputeCost.analytic(
         attention=config.page_size * position_s,
         other=config.page_size * token_s,
@@ -65,8 +66,9 @@ def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None
         return None
     token_s = costs.token_s
     if config.num_host_pages:
-        token_s = min(token_s, 2 * costs.page_s / config.page_size)
-    return (config.num_pages - 1) * config.page_size * token_s
+        page_s = costs.page_s * config.page_layout.num_tables
+        token_s = min(token_s, 2 * page_s / config.page_size)
+    return config.pool_tokens * token_s
 
 
 def copy_s(costs: SwapCosts | None) -> float:
@@ -110,15 +112,16 @@ class SwapSpace:
         kv = sequence.kv
         if kv.host_pages:  # it was admitted in this very step, and is still on the host
             return
-        count = kv.table.pages_for(kv.num_computed)
-        host = self._host_for(kv.num_computed, count)
+        entries = kv.table.entries(kv.num_computed)
+        host = self._host_for(kv.num_computed, len(entries))
         if host is None:
             kv.num_dropped = kv.num_computed
             kv.num_computed = 0
             return
-        kv.host_pages = host.allocate(count)
-        copies = tuple(zip(kv.table.pages, kv.host_pages, strict=False))
-        self._saved.append((sequence, copies))
+        numbers, pages = zip(*entries, strict=True)
+        host_pages = host.allocate(len(entries))
+        kv.host_pages = dict(zip(numbers, host_pages, strict=True))
+        self._saved.append((sequence, tuple(zip(pages, host_pages, strict=True))))
 
     def admitted(self, sequence: Sequence) -> None:
         """Count what a sequence lost at its preemption and did not find cached."""
@@ -131,8 +134,8 @@ class SwapSpace:
         """Free a sequence's host pages; if it has no slot, it is recomputed."""
         kv = sequence.kv
         if kv.host_pages and self._host is not None:
-            self._host.free(kv.host_pages)
-            kv.host_pages = ()
+            self._host.free(kv.host_pages.values())
+            kv.host_pages = {}
             kv.num_computed = 0
 
     def drop_unsaved(self) -> None:
@@ -159,9 +162,13 @@ class SwapSpace:
         for sequence in admitted:
             kv = sequence.kv
             if kv.host_pages and self._host is not None:
-                copies += zip(kv.host_pages, kv.table.pages, strict=False)
-                self._host.free(kv.host_pages)
-                kv.host_pages = ()
+                copies += [
+                    (kv.host_pages[number], page)
+                    for number, page in kv.table.entries()
+                    if number in kv.host_pages
+                ]
+                self._host.free(kv.host_pages.values())
+                kv.host_pages = {}
         self.num_pages_in += len(copies)
         return tuple(copies)
 
@@ -341,7 +348,9 @@ class KVManager:
             keeps_pages=retention.keeps_pages,
             now=now,
         )
-        self.transfer = PageTransfer(self._cache, host_memory, self.weights, self._keys_of, now)
+        self.transfer = PageTransfer(
+            self._cache, host_memory, self.weights, self._keys_of, self._sizes, now
+        )
 
     # ---- what there is ----
 
@@ -369,8 +378,14 @@ class KVManager:
         }
 
     def residency(self, tokens: Seq[int]) -> list[Tier]:
-        """Return the fastest tier that holds each full page of a context."""
-        return [self._cache.tier_of(key) for key in self._keys_of(tokens)]
+        """Return the fastest tier that holds each full page of a context.
+
+        With page groups, it is the slowest of those with the pages that a next request begins with.
+        """
+        seen = self.transfer.keys_seen(tokens)
+        return [
+            max(map(self._cache.tier_of, keys), key=TIERS.index, default="nowhere") for keys in seen
+        ]
 
     # ---- sequences that begin ----
 
@@ -403,11 +418,21 @@ class KVManager:
             entries = self._prefixes.begin(sequence, num_tokens)
             self._restoring.begin(sequence, None if is_first else self.config.max_pages_in)
         else:
-            entries = kv.table.allocate(kv.num_computed) if kv.table.reserve(num_tokens) else None
+            entries = self._begin_swapped(sequence, num_tokens)
         if entries is None:
             raise AssertionError("begin() was called although the sequence does not fit")
         self._swap_space.admitted(sequence)
         return entries
+
+    def _begin_swapped(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Own pages for what a sequence has on the host; None if the pool has too few."""
+        kv = sequence.kv
+        # Tokens in flight may be taken back, so that a query may still come from before them.
+        position = min(kv.num_computed, sequence.num_known - 1)
+        if not kv.table.begin(num_tokens, {}, position // self.config.page_size):
+            return None
+        kv.table.allocate(kv.num_computed)
+        return kv.table.entries()
 
     # ---- sequences that run ----
 
@@ -592,7 +617,9 @@ class KVManager:
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that are on the device and in no sequence."""
-        for page in self._cache.find([*map(self._keys_of(tokens).__getitem__, pages)]):
+        keys, num_tables = self._keys_of(tokens), self.config.page_layout.num_tables
+        own = [key_in(keys[index], table) for index in pages for table in range(num_tables)]
+        for page in self._cache.find(own):
             if self._cache.is_cached(page):
                 self._cache.evict(page)
 

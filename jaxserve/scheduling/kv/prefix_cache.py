@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import final
@@ -146,10 +147,12 @@ class PrefixCacheManager:
         awaited: dict[CachedPage, Sequence] = {}
         long: dict[Branch, int] = {}
         for sequence in waiting:
-            if self._num_to_find(sequence) <= MAX_LOOKED_AT:
+            if self._num_numbers(self._num_to_find(sequence)) <= MAX_LOOKED_AT:
                 cached = self._find(sequence)
                 if any(page.device_page is None for page in cached):
                     self._continue(cached)
+            elif self._sizes is not None:  # it comes at its admission
+                continue
             else:
                 cached = self._find_some(sequence)
                 window = sequence.kv.window
@@ -189,19 +192,22 @@ class PrefixCacheManager:
         shared = {c.index: c.device_page for c in cached if c.device_page is not None}
         if not self._keeps:
             shared = self._pages_of_primary(sequence)
-        num_pages = 1 + max([*shared, *(page.index for page in cached)], default=-1)
-        num_pages //= self._num_tables
-        if not kv.table.begin(num_tokens, shared, num_pages):
+        newest = max([*shared, *(page.index for page in cached)], default=-1)
+        num_pages = 1 + newest // self._num_tables
+        if self._sizes is not None:
+            self._cache.hold_on_host(set(cached))
+        has_begun = kv.table.begin(num_tokens, shared, num_pages)
+        self._cache.hold_on_host(())
+        if not has_begun:
             return None
-        pages = kv.table.pages
-        found = set(shared) if self._sizes is None else set(range(num_pages))
-        came = found & kv.prefetched
+        numbers, came = set(shared), kv.prefetched & shared.keys()
         for page in cached:
             # Not those that were evicted just now, to free the pages to begin with.
             if page.device_page is None and page.host_page is not None:
-                self._cache.restore(page, pages[page.index])
-                found.add(page.index)
+                self._cache.restore(page, kv.table.page(page.index))
+                numbers.add(page.index)
                 came.add(page.index)
+        found = numbers if self._sizes is None else set(range(num_pages))
         kv.prefetched.clear()
         kv.window = None
         encoded = range(sequence.request.num_encoded // self._page_size)
@@ -211,7 +217,8 @@ class PrefixCacheManager:
         kv.is_mixed = False
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
-            self._count(sequence, len(found), len(came - loaded), len(came))
+            on_host = {number // self._num_tables for number in came - loaded}
+            self._count(sequence, len(found), len(on_host), len(came))
             if not sequence.num_preemptions:
                 # Tokens that a grammar forces may follow the prompt in the same page.
                 kv.num_found = min(len(found) * self._page_size, sequence.prompt_length)
@@ -229,27 +236,26 @@ class PrefixCacheManager:
 
     def _find_prefix(self, keys: Seq[bytes], sizes: TableSizes) -> list[CachedPage]:
         """Return the pages of the longest prefix that all groups have, by number."""
-        whole = [table for table in range(sizes.num_tables) if table not in sizes.in_windows]
         pages: dict[int, CachedPage] = {}
+        stop = len(keys)
+        for table in sizes.whole:
+            leading = self._cache.find_leading([key_in(key, table) for key in keys[:stop]])
+            stop = len(leading)
+            pages.update(zip(range(table, sys.maxsize, sizes.num_tables), leading, strict=False))
 
-        def has(index: int, tables: Iterable[int]) -> bool:
-            own = [(table, self._cache.find([key_in(keys[index], table)])) for table in tables]
-            for table, found in own:
-                if found:
-                    pages[index * sizes.num_tables + table] = found[0]
-            return all(found for _, found in own)
+        def has(index: int, num_pages: int) -> bool:
+            for table in sizes.tables_seen(index, num_pages)[len(sizes.whole) :]:
+                number = index * sizes.num_tables + table
+                found = () if number in pages else self._cache.find([key_in(keys[index], table)])
+                pages.update((number, page) for page in found)
+                if number not in pages:
+                    return False
+            return True
 
-        stop = next((i for i in range(len(keys)) if not has(i, whole)), len(keys))
         while stop:
             # A shorter prefix needs the page at `missing`, too, unless it ends there.
-            missing = next(
-                (
-                    index
-                    for index in range(stop - 1, sizes.first_seen(stop) - 1, -1)
-                    if not has(index, sizes.tables_seen(index, stop))
-                ),
-                None,
-            )
+            seen = range(stop - 1, sizes.first_seen(stop) - 1, -1)
+            missing = next((index for index in seen if not has(index, stop)), None)
             if missing is None:
                 break
             stop = missing
@@ -274,14 +280,20 @@ class PrefixCacheManager:
         return {} if NULL_PAGE in shared.values() else shared
 
     def _count(self, sequence: Sequence, num_hit: int, num_on_host: int, num_below: int) -> None:
-        keys = self._keys_to_find(sequence)
+        """Count the tokens of a sequence that begins, and the pages that it found below the device.
+
+        `num_below` counts pages of all tables, the other numbers count positions in pages.
+        """
+        keys, tables = self._keys_to_find(sequence), range(self._num_tables)
         self.num_queried += len(keys) * self._page_size
         self.num_hit += num_hit * self._page_size
         self.num_hit_on_host += num_on_host * self._page_size
-        num_evicted = self._cache.num_evicted_of(keys)
-        self.num_evicted += num_evicted * self._page_size
+        evicted = [
+            self._cache.were_evicted([key_in(key, table) for key in keys]) for table in tables
+        ]
+        self.num_evicted += sum(map(any, zip(*evicted, strict=True))) * self._page_size
         if not sequence.num_preemptions:
-            self._reuse.back(num_below + num_evicted)
+            self._reuse.back(num_below + sum(map(sum, evicted)))
 
     def _continue(self, cached: Seq[CachedPage]) -> Branch:
         """Return the conversation whose tip is the last of the pages, or a new one; active now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
@@ -10,7 +10,9 @@ from typing import NamedTuple, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.grouped_table import TableSizes
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.scheduling.kv.prefix_cache import key_in
 from jaxserve.scheduling.plan import PageCopies
 
 
@@ -89,21 +91,37 @@ class PageTransfer:
         host_memory: HostMemory | None,
         weights: WeightsIdentity,
         keys_of: Callable[[Seq[int]], Seq[bytes]],
+        sizes: TableSizes | None,
         now: Callable[[], float],
     ):
         self._cache = cache
         self._host_memory = host_memory
         self._keys_of = keys_of
+        self._sizes = sizes
+        self._tables = (0,) if sizes is None else sizes.widest_first
         self._now = now
         self._weights = weights
+
+    def keys_seen(self, tokens: Seq[int], first: int = 0) -> Iterator[list[bytes]]:
+        """Yield the keys of the pages that a next request needs, for each full page of a context.
+
+        With page groups, a full page of a context is a page in each of the first of `_tables`: of
+        those without a window, and of those in whose window it is at the end of the context.
+        """
+        keys, sizes = self._keys_of(tokens), self._sizes
+        for index in range(first, len(keys)):
+            tables = self._tables
+            if sizes is not None:
+                tables = sizes.tables_seen(index, (len(tokens) - 1) // sizes.page_size)
+            yield [key_in(keys[index], table) for table in tables]
 
     def copy_to_host(self, tokens: Seq[int], first: int = 0) -> None:
         """Copy cached full pages of a context to the host with the next plan, from page `first` on.
 
         It ends at the first page that is not cached, or for which the host has no room.
         """
-        for key in self._keys_of(tokens)[first:] if self._host_memory is not None else ():
-            if not self._cache.copy_to_host(key):
+        for keys in self.keys_seen(tokens, first) if self._host_memory is not None else ():
+            if not all(map(self._cache.copy_to_host, keys)):
                 return
 
     def copies_failed(self, copies: PageCopies) -> None:
@@ -118,13 +136,19 @@ class PageTransfer:
         It ends at the first page that was not copied, or is `on_the_way` with a plan in flight.
         """
         contents: list[bytes] = []
-        for page in self._cache.find(self._keys_of(tokens)[first:]):
-            is_next = page.index == first + len(contents)
-            if not is_next or page.host_page is None or self._host_memory is None:
+        if (host_memory := self._host_memory) is None:
+            return KVPages(self._weights.of_every_run(), contents)
+        for keys in self.keys_seen(tokens, first):
+            pages = [
+                page.host_page
+                for page in self._cache.find(keys)
+                if page.host_page is not None
+                and page.host_page not in on_the_way
+                and not self._cache.is_outgoing(page)
+            ]
+            if len(pages) < len(keys):
                 break
-            if self._cache.is_outgoing(page) or page.host_page in on_the_way:
-                break
-            contents.append(self._host_memory.read_host_page(page.host_page))
+            contents.append(b"".join(map(host_memory.read_host_page, pages)))
         return KVPages(self._weights.of_every_run(), contents)
 
     def load(self, tokens: Seq[int], kv: KVPages) -> int:
@@ -135,12 +159,15 @@ class PageTransfer:
         """
         if self._host_memory is None or not kv.pages:
             return 0
-        wanted = len(self._host_memory.read_host_page(0))
-        others = sorted({len(content) for content in kv.pages} - {wanted})
+        page_bytes, num_tables = len(self._host_memory.read_host_page(0)), len(self._tables)
+        fewest = 1 if self._sizes is None else len(self._sizes.whole)
+        wanted = [num * page_bytes for num in range(fewest, num_tables + 1)]
+        others = sorted({len(content) for content in kv.pages}.difference(wanted))
         if others:
             raise InvalidConfigError(
                 f"KV pages of {others[0]} bytes are not allowed; those of this runtime have "
-                f"{wanted}. Send KV only between runtimes of the same model and options"
+                f"{' or '.join(map(str, wanted))}. Send KV only between runtimes of the same model "
+                "and options"
             )
         own = self._weights.of_every_run()
         if kv.identity != own:
@@ -151,10 +178,17 @@ class PageTransfer:
                 "update of them"
             )
         branch = Branch(self._now())
-        # No more than fit, so that the last ones do not evict the first ones.
-        fitting = kv.pages[: self._cache.max_host_pages]
-        pages = zip(self._keys_of(tokens), fitting, strict=False)
+        room = self._cache.max_host_pages
+        pages = zip(self._keys_of(tokens), kv.pages, strict=False)
         for index, (key, content) in enumerate(pages):
-            if not self._cache.load(index, key, content, branch):
+            tables = self._tables[: len(content) // page_bytes]
+            room -= len(tables)
+            if room < 0:  # no more than fit, so that the last ones do not evict the first ones
                 return index
-        return len(fitting)
+            for table in sorted(tables):
+                start = tables.index(table) * page_bytes
+                part = content[start : start + page_bytes]
+                number = index * num_tables + table
+                if not self._cache.load(number, key_in(key, table), part, branch):
+                    return index
+        return len(kv.pages)
