@@ -67,7 +67,6 @@ def _params(given: dict[str, Any], seed: int, **others: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 60, **given, **others})
 
 
-@pytest.mark.release
 def test_answers_match_alone_and_in_a_batch(rt: Runtime):
     """Greedy and random answers match, beside others without a grammar, with equal tokens alone."""
     asked = [

@@ -57,7 +57,7 @@ class _Held(ExecutorWrapper):
         return self.inner.submit(plan)
 
 
-@pytest.mark.parametrize("stream", some([False, True], 1))
+@pytest.mark.parametrize("stream", some([False, True]))
 def test_no_step_follows_a_client_that_has_left(stream: bool):
     """When the server has noticed it, the step that was planned already is the last one."""
     made: list[_Held] = []

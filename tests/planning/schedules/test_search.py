@@ -162,7 +162,6 @@ def test_algorithm_1_is_exact_where_everything_is_monotone():
             assert found.num_evaluated < 0.5 * expected.num_evaluated
 
 
-@pytest.mark.release
 def test_of_equal_throughputs_the_lowest_latency_is_chosen():
     """Encoding limits WAA: the number of micro-batches then only changes the latency."""
     rng = np.random.default_rng(23)
