@@ -6,16 +6,10 @@ implementations, and the named shapes that tests and benchmarks share.
 
 from jaxserve.kernels.fused_matmul import RMSScale, fused_matmul
 from jaxserve.kernels.gated_cell import Product, RowsAt, gated_cell
+from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
 from jaxserve.kernels.low_rank import add_low_rank
-from jaxserve.kernels.matmul import (
-    columns_of,
-    from_panels,
-    grouped_matmul,
-    matmul,
-    panel_matmul,
-    to_panels,
-)
+from jaxserve.kernels.matmul import columns_of, from_panels, matmul, panel_matmul, to_panels
 from jaxserve.kernels.page_copy import gather_pages, move_pages, scatter_pages
 from jaxserve.kernels.paged_attention import Rows, paged_attention
 from jaxserve.kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum

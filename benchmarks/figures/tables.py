@@ -13,7 +13,9 @@ from benchmarks.figures import cells, exegpt, papers
 from benchmarks.figures.render import (
     Cell,
     Column,
+    Field,
     Table,
+    behind_by,
     caption,
     drawn,
     if_at,
@@ -205,6 +207,49 @@ POLICIES_GRID = Table(
         ("p99 over it", _of_best_other(min, "latency_s", "p99")),
     ),
     how="simulated",
+)
+
+
+def _arena_columns(whole: Place) -> list[Column]:
+    loads, last = whole.get("loads"), whole.get("loads")[-1]
+    over = "{{loads[{0}][over_baseline][{1}]:~.2f}}"
+    return [
+        ("trace", "{at[1]}"),
+        ("policy", key()),
+        *((f"{p} at {load}", over.format(load, p)) for p in ("p50", "p99") for load in loads),
+        (f"tokens/s at {last}", f"{{loads[{last}][output_tokens_per_s]:@~.0f}}"),
+        (f"within bounds at {last}", f"{{loads[{last}][goodput]:~.0%}}"),
+    ]
+
+
+def _arena_losses(whole: Place) -> list[str]:
+    """Return where `auto` is behind the best of the policies that know no more than it does."""
+    sentences = []
+    for p in ("p50", "p99"):
+        texts = []
+        for trace in whole.each("traces.*"):
+            for load in whole.get("loads"):
+                found = {
+                    str(row.at[-1]): Field(row, ("loads", load, "over_baseline", p)).spread()
+                    for row in trace.each("policies.*")
+                    if not str(row.at[-1]).startswith("auto_")
+                }
+                best = min(found, key=lambda policy: found[policy].median)
+                share = behind_by(found["auto"], found[best], is_lower_better=True)
+                if share is not None:
+                    texts.append(f"{trace.at[-1]} at {load} by {share:.0%} ({name(best)})")
+        behind = f"behind the best policy on {', '.join(texts)}" if texts else "behind no policy"
+        sentences.append(f"In {p} of the latency, auto is {behind}.")
+    return [" ".join(sentences)] if "auto" in whole.each("traces.*")[0].get("policies") else []
+
+
+ARENA = Table(
+    what="{arguments[num_requests]} requests a run, {arguments[model]} on one "
+    "{arguments[device]}, a page pool of {arguments[kv_memory]}, simulated; latency over that of "
+    "vllm like on the same requests, at loads in shares of what vllm like serves at once",
+    rows="traces.*.policies.*",
+    columns=_arena_columns,
+    below=_arena_losses,
 )
 
 
@@ -877,6 +922,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "s3": ("S3's models on its GPU, simulated", papers.S3),
         "memory": ("Memory of a sequence by context", MEMORY),
     },
+    "docs/results/arena.md": {"arena": ("Policies on synthetic traces", ARENA)},
     "docs/results/conversations.md": {
         "conversations": ("Conversations that come back", papers.CONVERSATIONS),
         "pensieve": ("Pensieve's models on its GPUs, simulated", papers.PENSIEVE),

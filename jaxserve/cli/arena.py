@@ -6,9 +6,9 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -21,7 +21,7 @@ from jaxserve.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxserve.planning.arena import ArenaResult, ArenaResults, ArenaRun
+    from jaxserve.planning.arena import ArenaResult, ArenaResults, ArenaRun, Cells, Contest
     from jaxserve.planning.blame import Span
     from jaxserve.runtime import Runtime
     from jaxserve.scheduling.policy import Policy
@@ -47,13 +47,9 @@ class ArenaGroup(TyperGroup):
 arena_app = typer.Typer(cls=ArenaGroup, help="Compare scheduling policies on a trace, simulated.")
 
 
-def _option(panel: str, *names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 Results = Annotated[
     Path,
-    _option(
+    opt.in_panel(
         _RESULTS,
         "--results",
         "-o",
@@ -62,7 +58,7 @@ Results = Annotated[
 ]
 Tokenizer = Annotated[
     str,
-    _option(
+    opt.in_panel(
         _TRACE,
         "--tokenizer",
         text="Counts the tokens of traces with texts: a model's name or folder.",
@@ -81,24 +77,26 @@ def run(
     ] = None,
     trace: Annotated[
         Path | None,
-        _option(
+        opt.in_panel(
             _TRACE,
             "--trace",
             "-t",
             text="A trace as it is downloaded: Azure LLM 2023 or 2024, BurstGPT, Mooncake, a "
-            "folder of ServeGen's clients, vLLM's benchmark files, ShareGPT, or one of --record.",
+            "folder of ServeGen's clients, vLLM's benchmark files, ShareGPT, or one of --record; "
+            "or chat, sessions or bursts, which are synthetic.",
             show_default=False,
         ),
     ] = None,
     num_requests: Annotated[
-        int, _option(_TRACE, "--num-requests", text="Requests of each run.")
+        int, opt.in_panel(_TRACE, "--num-requests", text="Requests of each run.")
     ] = 100,
     start: Annotated[
-        float, _option(_TRACE, "--start", text="Seconds of the trace before the first request.")
+        float,
+        opt.in_panel(_TRACE, "--start", text="Seconds of the trace before the first request."),
     ] = 0.0,
     seeds: Annotated[
         int,
-        _option(
+        opt.in_panel(
             _TRACE,
             "--seeds",
             text="Runs of each policy, each on the part of the trace after the one before it.",
@@ -106,11 +104,13 @@ def run(
     ] = 5,
     load: Annotated[
         str,
-        _option(_TRACE, "--load", text="Loads: the trace's times are divided by each, e.g. 1,2,4."),
+        opt.in_panel(
+            _TRACE, "--load", text="Loads: the trace's times are divided by each, e.g. 1,2,4."
+        ),
     ] = "1",
     rate: Annotated[
         float | None,
-        _option(
+        opt.in_panel(
             _TRACE,
             "--rate",
             text="Requests a second at load 1, as Poisson arrivals. [default: the trace's times; "
@@ -119,7 +119,7 @@ def run(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        _option(
+        opt.in_panel(
             _TRACE,
             "--max-tokens",
             text="Limit of every answer, which policies know. [default: the longest answer]",
@@ -128,7 +128,7 @@ def run(
     tokenizer: Tokenizer = opt.DEFAULT_MODEL,
     policies: Annotated[
         str | None,
-        _option(
+        opt.in_panel(
             _POLICIES,
             "--policies",
             text="Presets, separated by commas. [default: all with a schedule of their own]",
@@ -136,7 +136,7 @@ def run(
     ] = None,
     prediction_error: Annotated[
         str,
-        _option(
+        opt.in_panel(
             _POLICIES,
             "--prediction-error",
             text="Standard deviation of the logarithm of predicted lengths; none for no "
@@ -145,14 +145,16 @@ def run(
     ] = "0.7",
     model: Annotated[
         str,
-        _option(_DEVICE, "--model", "-m", text="Llama-3-8B, OPT-13B or GPT3-39B, by its sizes."),
+        opt.in_panel(
+            _DEVICE, "--model", "-m", text="Llama-3-8B, OPT-13B or GPT3-39B, by its sizes."
+        ),
     ] = "Llama-3-8B",
     device: Annotated[
-        str, _option(_DEVICE, "--device", text="A40, A100, H100 or H200, by its roofline.")
+        str, opt.in_panel(_DEVICE, "--device", text="A40, A100, H100 or H200, by its roofline.")
     ] = "A100",
     kv_memory: Annotated[
         str | None,
-        _option(
+        opt.in_panel(
             _DEVICE,
             "--kv-memory",
             text="Sizes of the KV pool, e.g. 4GiB,16GiB; the host has as much again. [default: "
@@ -160,11 +162,11 @@ def run(
         ),
     ] = None,
     max_slots: Annotated[
-        int, _option(_DEVICE, "--max-slots", text="Most sequences that run at once.")
+        int, opt.in_panel(_DEVICE, "--max-slots", text="Most sequences that run at once.")
     ] = 256,
     goodput: Annotated[
         str,
-        _option(
+        opt.in_panel(
             _RESULTS,
             "--goodput",
             text="Bounds in milliseconds of ttft, tpot and e2el; the goodput is the answers within "
@@ -174,7 +176,7 @@ def run(
     results: Results = _RESULTS_FILE,
     page: Annotated[
         Path | None,
-        _option(
+        opt.in_panel(
             _RESULTS,
             "--page",
             text="Write a page of HTML with the table, latency against load, memory over time and "
@@ -191,28 +193,28 @@ def run(
     simulated; the next call goes on from there.
     """
     with opt.exit_codes():
-        from jaxserve.planning.arena import ArenaResults
+        from jaxserve.core.sizes import parse_bytes
+        from jaxserve.planning.arena import ArenaResults, Contest
 
         if trace is None:
-            raise InvalidConfigError("--trace is missing; pass a trace's file")
+            raise InvalidConfigError("--trace is missing; pass a trace's file, or chat")
         bounds_s = opt.goodput_bounds_s([goodput])
         for name, value, least in (("num-requests", num_requests, 1), ("seeds", seeds, 1)):
             if value < least:
                 raise InvalidConfigError(f"--{name} {value} is not allowed; pass at least {least}")
-        if rate is not None and not 0 < rate < math.inf:
-            raise InvalidConfigError(f"--rate {rate:g} is not allowed; pass more than 0")
+        opt.check_positive(rate=rate)
         contenders = _contenders(policies, policy_file)
         kept = ArenaResults(results)
         if page is not None and not page.parent.is_dir():
             raise InvalidConfigError(
                 f"--page {page} cannot be written: there is no folder {page.parent}; make it"
             )
-        plan = _Plan.of(
+        contest = Contest.of(
             trace,
             seeds,
-            tokenizer=tokenizer,
+            tokenizer=_counter(tokenizer),
             loads=_numbers("--load", load),
-            pools=None if kv_memory is None else kv_memory.split(","),
+            pools=None if kv_memory is None else [parse_bytes(p) for p in kv_memory.split(",")],
             progress=not quiet,
             num_requests=num_requests,
             start_s=start,
@@ -223,18 +225,22 @@ def run(
             device=device,
             max_slots=max_slots,
         )
-        cells = plan.cells(contenders)
-        is_interrupted = not _simulate(plan, cells, kept, progress=not quiet)
-        rows = _rows(plan, cells, kept, bounds_s)
+        cells = contest.cells(contenders)
+        is_interrupted = False
+        try:
+            contest.simulate(cells, kept, progress=not quiet)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        rows = _rows(contest, cells, kept, bounds_s)
         if as_json:
-            typer.echo(json.dumps({"trace": plan.described, "rows": rows}))
+            typer.echo(json.dumps({"trace": _described(contest), "rows": rows}))
         else:
-            opt.show_wide(_table(plan, rows, bounds_s), 140)
+            opt.show_wide(_table(contest, rows, bounds_s), 140)
         if page is not None:
             played = [
                 (r, found) for runs in cells.values() for r, _ in runs if (found := kept.get(r))
             ]
-            _write_page(page, plan, rows, bounds_s, played)
+            _write_page(page, contest, rows, bounds_s, played)
             typer.echo(f"written: {page}", err=True)
         failed = {(row["policy"], error) for row in rows for error in row["errors"]}
         for name, error in sorted(failed):
@@ -253,13 +259,15 @@ def why(
     ],
     policy: Annotated[
         str | None,
-        _option(_POLICIES, "--policy", text="Policy of the run. [default: the last run's]"),
+        opt.in_panel(_POLICIES, "--policy", text="Policy of the run. [default: the last run's]"),
     ] = None,
-    load: Annotated[float | None, _option(_TRACE, "--load", text="Load of the run.")] = None,
+    load: Annotated[float | None, opt.in_panel(_TRACE, "--load", text="Load of the run.")] = None,
     kv_memory: Annotated[
-        str | None, _option(_DEVICE, "--kv-memory", text="KV pool of the run.")
+        str | None, opt.in_panel(_DEVICE, "--kv-memory", text="KV pool of the run.")
     ] = None,
-    seed: Annotated[int | None, _option(_TRACE, "--seed", text="Seed of the run, from 0.")] = None,
+    seed: Annotated[
+        int | None, opt.in_panel(_TRACE, "--seed", text="Seed of the run, from 0.")
+    ] = None,
     results: Results = _RESULTS_FILE,
     tokenizer: Tokenizer = opt.DEFAULT_MODEL,
     as_json: opt.AsJson = False,
@@ -342,27 +350,30 @@ def measure(
         typer.Argument(help="A Python file that defines a Policy, too.", show_default=False),
     ] = None,
     trace: Annotated[
-        Path | None, _option(_TRACE, "--trace", "-t", text="As for `jaxserve arena`.")
+        Path | None, opt.in_panel(_TRACE, "--trace", "-t", text="As for `jaxserve arena`.")
     ] = None,
     num_requests: Annotated[
-        int, _option(_TRACE, "--num-requests", text="Requests of each run.")
+        int, opt.in_panel(_TRACE, "--num-requests", text="Requests of each run.")
     ] = 32,
     start: Annotated[
-        float, _option(_TRACE, "--start", text="Seconds of the trace before the first request.")
+        float,
+        opt.in_panel(_TRACE, "--start", text="Seconds of the trace before the first request."),
     ] = 0.0,
     load: Annotated[
-        float, _option(_TRACE, "--load", text="The trace's times are divided by it.")
+        float, opt.in_panel(_TRACE, "--load", text="The trace's times are divided by it.")
     ] = 1.0,
     max_tokens: Annotated[
         int | None,
-        _option(_TRACE, "--max-tokens", text="Limit of answers. [default: the longest answer]"),
+        opt.in_panel(
+            _TRACE, "--max-tokens", text="Limit of answers. [default: the longest answer]"
+        ),
     ] = None,
     policies: Annotated[
-        str, _option(_POLICIES, "--policies", text="Presets, separated by commas.")
+        str, opt.in_panel(_POLICIES, "--policies", text="Presets, separated by commas.")
     ] = "vllm_like,auto",
     model: opt.Model = opt.DEFAULT_MODEL,
     random_weights: Annotated[
-        bool, _option("Runtime", "--random-weights", text="Random weights, and no download.")
+        bool, opt.in_panel("Runtime", "--random-weights", text="Random weights, and no download.")
     ] = False,
     kv_memory: opt.KvMemory = None,
     max_slots: opt.MaxSlots = None,
@@ -378,7 +389,7 @@ def measure(
     """
     with opt.exit_codes():
         if trace is None:
-            raise InvalidConfigError("--trace is missing; pass a trace's file")
+            raise InvalidConfigError("--trace is missing; pass a trace's file, or chat")
         if num_requests < 1 or not 0 < load < math.inf:
             raise InvalidConfigError(
                 f"--num-requests {num_requests} and --load {load:g} are not allowed; pass at least "
@@ -558,114 +569,20 @@ def _counter(name: str) -> Callable[[], Any]:
     return load
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is to be simulated: `base` with every load, pool, seed and policy."""
-
-    base: ArenaRun
-    trace: Trace
-    parts: list[Trace]
-    loads: list[float]
-    pools: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        seeds: int,
-        *,
-        tokenizer: str,
-        loads: list[float],
-        pools: list[str] | None,
-        progress: bool,
-        arrivals: str | None,
-        max_tokens: int | None,
-        model: str,
-        device: str,
-        **settings: Any,
-    ) -> _Plan:
-        from jaxserve import __version__
-        from jaxserve.core.sizes import parse_bytes
-        from jaxserve.planning.arena import ArenaRun, cost_of, free_memory, parts_of
-
-        cost = cost_of(model, device)
-        sizes = [free_memory(cost, device)] if pools is None else [parse_bytes(p) for p in pools]
-        context = int(min(sizes) // cost.page_bytes) * cost.page_tokens
-        base = ArenaRun(
-            version=__version__,
-            trace=str(path),
-            trace_bytes=path.stat().st_size if path.is_file() else 0,
-            max_tokens=0,
-            max_context=context,
-            arrivals=arrivals,
-            model=model,
-            device=device,
-            kv_memory=0,
-            load=0.0,
-            seed=0,
-            policy="",
-            policy_file=None,
-            digest="",
-            **settings,
-        )
-        trace, parts = parts_of(base, seeds, _counter(tokenizer), progress=progress)
-        if arrivals is None and not trace.has_times:
-            arrivals = "all"
-        longest = max(each.num_output_tokens for part in parts for each in part.requests)
-        base = replace(
-            base,
-            num_requests=len(parts[0].requests),
-            arrivals=arrivals,
-            max_tokens=max(1, longest if max_tokens is None else max_tokens),
-        )
-        return cls(base=base, trace=trace, parts=parts, loads=loads, pools=sizes)
-
-    @property
-    def described(self) -> dict[str, Any]:
-        return {
-            "file": self.base.trace,
-            "format": self.trace.format,
-            "requests_a_run": self.base.num_requests,
-            "num_empty": self.trace.num_empty,
-            "num_too_long": self.trace.num_too_long,
-            "num_without_answer": self.trace.num_without_answer,
-        }
-
-    def tenants(self, seed: int) -> dict[int, str]:
-        return {i: each.tenant for i, each in enumerate(self.parts[seed].requests)}
-
-    def cells(
-        self, contenders: Sequence[tuple[Policy, Path | None]]
-    ) -> dict[tuple[str, float, int], list[tuple[ArenaRun, Policy]]]:
-        """Return the runs of all seeds by policy, load and pool."""
-        from jaxserve.planning.arena import digest_of
-
-        return {
-            (policy.name, load, pool): [
-                (
-                    replace(
-                        self.base,
-                        load=load,
-                        kv_memory=pool,
-                        seed=seed,
-                        policy=policy.name,
-                        policy_file=None if file is None else str(file),
-                        digest=digest_of(policy, file),
-                    ),
-                    policy,
-                )
-                for seed in range(len(self.parts))
-            ]
-            for load in self.loads
-            for pool in self.pools
-            for policy, file in contenders
-        }
+def _described(contest: Contest) -> dict[str, Any]:
+    return {
+        "file": contest.base.trace,
+        "format": contest.trace.format,
+        "requests_a_run": contest.base.num_requests,
+        "num_empty": contest.trace.num_empty,
+        "num_too_long": contest.trace.num_too_long,
+        "num_without_answer": contest.trace.num_without_answer,
+    }
 
 
 def _rows(
-    plan: _Plan,
-    cells: dict[Any, list[tuple[ArenaRun, Policy]]],
+    contest: Contest,
+    cells: Cells,
     kept: ArenaResults,
     bounds_s: dict[str, float],
 ) -> list[dict[str, Any]]:
@@ -682,7 +599,7 @@ def _rows(
     }
     figures = {
         key: {
-            seed: result.figures(plan.tenants(seed), bounds_s)
+            seed: contest.figures(result, seed, bounds_s)
             for seed, result in results.items()
             if not result.error
         }
@@ -710,31 +627,6 @@ def _rows(
             }
         )
     return rows
-
-
-def _simulate(
-    plan: _Plan,
-    cells: dict[Any, list[tuple[ArenaRun, Policy]]],
-    kept: ArenaResults,
-    *,
-    progress: bool,
-) -> bool:
-    """Simulate the runs that the results do not have; return False if Ctrl-C ended this early."""
-    from tqdm import tqdm
-
-    from jaxserve.planning.arena import play
-
-    missing = [each for runs in cells.values() for each in runs if kept.get(each[0]) is None]
-    total = len(missing) * plan.base.num_requests
-    with tqdm(total=total, unit="req", delay=2, leave=False, disable=not progress) as bar:
-        try:
-            for done, (each, policy) in enumerate(missing):
-                bar.set_description(policy.name)
-                kept.add(each, play(each, plan.parts[each.seed], policy, on_ended=bar.update))
-                bar.update((done + 1) * plan.base.num_requests - bar.n)
-        except KeyboardInterrupt:
-            return False
-    return True
 
 
 # Name of a figure -> its keys in the figures of a run.
@@ -766,9 +658,9 @@ _COLUMNS = {
 }
 
 
-def _about(plan: _Plan, bounds_s: dict[str, float]) -> str:
+def _about(contest: Contest, bounds_s: dict[str, float]) -> str:
     """Return what was simulated, and what was left out of the trace."""
-    base, trace, seeds = plan.base, plan.trace, len(plan.parts)
+    base, trace, seeds = contest.base, contest.trace, len(contest.parts)
     bounds = ", ".join(f"{name} {1000 * s:g} ms" for name, s in bounds_s.items())
     left_out = (
         (trace.num_empty, "without a prompt left out"),
@@ -786,17 +678,17 @@ def _about(plan: _Plan, bounds_s: dict[str, float]) -> str:
     )
 
 
-def _caption(plan: _Plan) -> str:
+def _caption(contest: Contest) -> str:
     return "seconds" + (
-        "; ± half the width of a 95 % interval over the parts" if len(plan.parts) > 1 else ""
+        "; ± half the width of a 95 % interval over the parts" if len(contest.parts) > 1 else ""
     )
 
 
-def _cells_of(plan: _Plan, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _cells_of(contest: Contest, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the head of the table, and its rows."""
     from jaxserve.core.sizes import format_bytes
 
-    has_load, has_pool = len(plan.loads) > 1, len(plan.pools) > 1
+    has_load, has_pool = len(contest.loads) > 1, len(contest.pools) > 1
     shown = {
         title: figure
         for title, figure in _COLUMNS.items()
@@ -817,20 +709,20 @@ def _cells_of(plan: _Plan, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def _table(plan: _Plan, rows: Sequence[dict[str, Any]], bounds_s: dict[str, float]) -> Table:
+def _table(contest: Contest, rows: Sequence[dict[str, Any]], bounds_s: dict[str, float]) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(
-        title=_about(plan, bounds_s),
+        title=_about(contest, bounds_s),
         title_justify="left",
-        caption=_caption(plan),
+        caption=_caption(contest),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    head, *lines = _cells_of(plan, rows)
+    head, *lines = _cells_of(contest, rows)
     for name in head:
         is_name = name == "policy"
         table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
@@ -846,17 +738,19 @@ def _table(plan: _Plan, rows: Sequence[dict[str, Any]], bounds_s: dict[str, floa
 
 def _write_page(
     page: Path,
-    plan: _Plan,
+    contest: Contest,
     rows: Sequence[dict[str, Any]],
     bounds_s: dict[str, float],
     played: Sequence[tuple[ArenaRun, ArenaResult]],
 ) -> None:
     from jaxserve.report.arena import arena_page
 
-    about = f"{_about(plan, bounds_s)}; {_caption(plan)}."
-    title = f"Policies on {Path(plan.base.trace).name}"
+    about = f"{_about(contest, bounds_s)}; {_caption(contest)}."
+    title = f"Policies on {Path(contest.base.trace).name}"
     try:
-        page.write_text(arena_page(title, about, _cells_of(plan, rows), played), encoding="utf-8")
+        page.write_text(
+            arena_page(title, about, _cells_of(contest, rows), played), encoding="utf-8"
+        )
     except OSError as error:
         raise InvalidConfigError(
             f"--page {page} cannot be written: {error}; pass another file"

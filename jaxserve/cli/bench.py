@@ -54,16 +54,12 @@ _LATENCIES = {
 }
 
 
-def _panel(panel: str, *names: str, text: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
-
-
 @flat()
 def bench(
     *,
     url: Annotated[
         str | None,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--url",
             "--base-url",
@@ -73,7 +69,7 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--model",
             "-m",
@@ -83,7 +79,7 @@ def bench(
     ] = None,
     endpoint: Annotated[
         Literal["/v1/completions", "/v1/chat/completions"] | None,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--endpoint",
             text="Where prompts go. [default: /v1/completions; messages go to the chat]",
@@ -91,7 +87,7 @@ def bench(
     ] = None,
     rate: Annotated[
         float | None,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--rate",
             "--request-rate",
@@ -101,7 +97,7 @@ def bench(
     ] = None,
     concurrency: Annotated[
         int | None,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--concurrency",
             "--max-concurrency",
@@ -110,7 +106,7 @@ def bench(
     ] = None,
     num_warmups: Annotated[
         int,
-        _panel(
+        opt.in_panel(
             _LOAD,
             "--num-warmups",
             text="Send that many of the first requests before, unmeasured; each must succeed.",
@@ -118,7 +114,7 @@ def bench(
     ] = 1,
     dataset: Annotated[
         str,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--dataset",
             "--dataset-path",
@@ -128,7 +124,7 @@ def bench(
     ] = "random",
     num_requests: Annotated[
         int | None,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--num-requests",
             "--num-prompts",
@@ -137,7 +133,7 @@ def bench(
     ] = None,
     input_len: Annotated[
         int,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--random-input-len",
             "--prompt-tokens",
@@ -146,7 +142,7 @@ def bench(
     ] = 64,
     output_len: Annotated[
         int,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--random-output-len",
             "--output-tokens",
@@ -155,7 +151,7 @@ def bench(
     ] = 64,
     range_ratio: Annotated[
         float,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--random-range-ratio",
             text="random: lengths are uniform between 1 - this and 1 + this times those.",
@@ -163,7 +159,7 @@ def bench(
     ] = 0.0,
     max_tokens: Annotated[
         int,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--max-tokens",
             text="Longest answer of ShareGPT, and of JSON lines that name none.",
@@ -171,17 +167,17 @@ def bench(
     ] = 256,
     ignore_eos: Annotated[
         bool,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--ignore-eos/--no-ignore-eos",
             text="Make answers as long as the data set says. Servers that refuse the field "
             "ignore_eos, such as OpenAI's, need --no-ignore-eos; their answers may be shorter.",
         ),
     ] = True,
-    temperature: Annotated[float, _panel(_DATA, "--temperature", text="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, opt.in_panel(_DATA, "--temperature", text="0 is greedy.")] = 0.0,
     tokenizer: Annotated[
         str | None,
-        _panel(
+        opt.in_panel(
             _DATA,
             "--tokenizer",
             text="Name or folder of the tokenizer for ShareGPT and for prompts of token ids, which "
@@ -189,14 +185,14 @@ def bench(
         ),
     ] = None,
     seed: Annotated[
-        int, _panel(_DATA, "--seed", text="Seed of the requests and of the arrivals.")
+        int, opt.in_panel(_DATA, "--seed", text="Seed of the requests and of the arrivals.")
     ] = 0,
     metric_percentiles: Annotated[
-        str, _panel(_RESULTS, "--metric-percentiles", text="Percentiles of each latency.")
+        str, opt.in_panel(_RESULTS, "--metric-percentiles", text="Percentiles of each latency.")
     ] = "50,90,99",
     goodput: Annotated[
         list[str] | None,
-        _panel(
+        opt.in_panel(
             _RESULTS,
             "--goodput",
             text="Bounds in milliseconds, such as ttft:500,tpot:50,e2el:8000; the goodput is the "
@@ -205,7 +201,7 @@ def bench(
     ] = None,
     output: Annotated[
         Path | None,
-        _panel(
+        opt.in_panel(
             _RESULTS,
             "--output",
             "-o",
@@ -236,9 +232,7 @@ def bench(
         )
         percentiles = _percentiles(metric_percentiles)
         bounds_s = opt.goodput_bounds_s(goodput or ())
-        for name, value in (("--rate", rate), ("--concurrency", concurrency)):
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidConfigError(f"{name} {value:g} is not allowed; pass more than 0")
+        opt.check_positive(rate=rate, concurrency=concurrency)
         if url is None:
             if tokenizer is not None:
                 raise InvalidConfigError("--tokenizer is for --url: the model here has its own")

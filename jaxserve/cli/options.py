@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,8 +114,12 @@ def _sampling(name: str, text: str) -> typer.models.OptionInfo:
     return typer.Option(name, help=text, rich_help_panel=_SAMPLING)
 
 
-def _runtime(*names: str, text: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=text, rich_help_panel=_RUNTIME)
+def in_panel(panel: str, *names: str, text: str, **more: Any) -> Any:
+    """Return an option that `--help` shows in a panel; `more` is for `typer.Option`."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+_runtime = functools.partial(in_panel, _RUNTIME)
 
 
 def _processes(name: str, text: str) -> typer.models.OptionInfo:
@@ -261,6 +266,13 @@ def goodput_bounds_s(texts: Sequence[str]) -> dict[str, float]:
                 "or e2el, such as ttft:500,tpot:50"
             )
     return bounds_s
+
+
+def check_positive(**given: float | None) -> None:
+    """Raise InvalidConfigError for an option that is given and not a finite number above 0."""
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidConfigError(f"--{name} {value:g} is not allowed; pass more than 0")
 
 
 def show_wide(table: Table, least: int = 120) -> None:

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.kernels import add_low_rank
+from jaxserve.kernels import add_low_rank, grouped_matmul
 from jaxserve.models.linear import WeightAxes, representation_of
 
 
@@ -126,12 +125,12 @@ class AdaptedWeight(nnx.Module):
         a, b = self.a[...].astype(x.dtype), self._wide_b(num_before=2).astype(x.dtype)
         matrices, num_adapters, width, rank = a.shape
         together = num_adapters * rank
-        inner = lax.ragged_dot(x, a.transpose(0, 2, 1, 3).reshape(matrices, width, -1), sizes)
+        inner = grouped_matmul(x, a.transpose(0, 2, 1, 3).reshape(matrices, width, -1), sizes)
         ends = jnp.cumsum(sizes)
         matrix = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
         scale = self.scale[...][jnp.minimum(matrix, matrices - 1)]  # [tokens, adapters]
         inner = self._own(inner.reshape(-1, num_adapters, rank), adapter, scale)
-        added = lax.ragged_dot(
+        added = grouped_matmul(
             inner.astype(x.dtype).reshape(-1, together), b.reshape(matrices, together, -1), sizes
         )
         return out + added.reshape(out.shape)

@@ -159,7 +159,7 @@ class DenseWeight:
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """Compute the product, on the CPU by the kernel of `jaxserve.kernels.grouped_matmul`."""
+        """Compute the product by `jaxserve.kernels.grouped_matmul`."""
         matrices, width, *out = self.array.shape
         flat = grouped_matmul(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)

@@ -16,12 +16,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+from tqdm import tqdm
 
+from jaxserve import __version__
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import fairness
 from jaxserve.core.prediction import LengthPrediction
@@ -35,7 +37,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.load import TimedAnswer, summarise_answers
 from jaxserve.workload.sharegpt import TextEncoder
-from jaxserve.workload.traces import Replay, Trace, length_shares, read_trace
+from jaxserve.workload.traces import Replay, Trace, length_shares, no_tokenizer, read_trace
 
 _PAGE_TOKENS = 32
 _VOCAB_SIZE = 1 << 30
@@ -139,7 +141,11 @@ class ArenaRun:
 
 
 def parts_of(
-    run: ArenaRun, seeds: int, tokenizer: Callable[[], TextEncoder], *, progress: bool = True
+    run: ArenaRun,
+    seeds: int,
+    tokenizer: Callable[[], TextEncoder] = no_tokenizer,
+    *,
+    progress: bool = True,
 ) -> tuple[Trace, list[Trace]]:
     """Return what was read of a run's trace, and the parts of the first seeds.
 
@@ -483,3 +489,119 @@ def figures_over(
         if value is not None:
             values.append(value)
     return interval(values) if values else None
+
+
+# The runs of one policy, load and pool, in the order of their seeds.
+Cells: TypeAlias = dict[tuple[str, float, int], list[tuple[ArenaRun, Policy]]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Policies on the parts of a trace: `base` with every load, pool, seed and policy."""
+
+    base: ArenaRun
+    trace: Trace
+    parts: Seq[Trace]
+    loads: Seq[float]
+    pools: Seq[int]
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        seeds: int,
+        *,
+        tokenizer: Callable[[], TextEncoder] = no_tokenizer,
+        loads: Seq[float],
+        pools: Seq[int] | None,
+        progress: bool,
+        arrivals: str | None,
+        max_tokens: int | None,
+        model: str,
+        device: str,
+        **settings: Any,
+    ) -> Contest:
+        """Read a trace, and return the contest of no policies yet.
+
+        Args:
+          seeds: number of parts.
+          pools: bytes of each KV pool; None for all memory that the weights leave.
+          max_tokens: None for the longest answer of the parts.
+          settings: further fields of `ArenaRun`.
+
+        Raises:
+          InvalidConfigError: the trace cannot be read or is too short, or the model or the device
+            is unknown.
+        """
+        cost = cost_of(model, device)
+        sizes = [free_memory(cost, device)] if pools is None else [*pools]
+        base = ArenaRun(
+            version=__version__,
+            trace=str(path),
+            trace_bytes=path.stat().st_size if path.is_file() else 0,
+            max_tokens=0,
+            max_context=int(min(sizes) // cost.page_bytes) * cost.page_tokens,
+            arrivals=arrivals,
+            model=model,
+            device=device,
+            kv_memory=0,
+            load=0.0,
+            seed=0,
+            policy="",
+            policy_file=None,
+            digest="",
+            **settings,
+        )
+        trace, parts = parts_of(base, seeds, tokenizer, progress=progress)
+        if arrivals is None and not trace.has_times:
+            arrivals = "all"
+        longest = max(each.num_output_tokens for part in parts for each in part.requests)
+        base = replace(
+            base,
+            num_requests=len(parts[0].requests),
+            arrivals=arrivals,
+            max_tokens=max(1, longest if max_tokens is None else max_tokens),
+        )
+        return cls(base=base, trace=trace, parts=parts, loads=loads, pools=sizes)
+
+    def cells(self, contenders: Iterable[tuple[Policy, Path | None]]) -> Cells:
+        """Return the runs of policies, each with its file if it is no preset."""
+        policies = [(policy, file, digest_of(policy, file)) for policy, file in contenders]
+        return {
+            (policy.name, load, pool): [
+                (
+                    replace(
+                        self.base,
+                        load=load,
+                        kv_memory=pool,
+                        seed=seed,
+                        policy=policy.name,
+                        policy_file=None if file is None else str(file),
+                        digest=digest,
+                    ),
+                    policy,
+                )
+                for seed in range(len(self.parts))
+            ]
+            for load in self.loads
+            for pool in self.pools
+            for policy, file, digest in policies
+        }
+
+    def simulate(self, cells: Cells, kept: ArenaResults, *, progress: bool) -> None:
+        """Simulate the runs that the results do not have, and add each as it ends."""
+        missing = [each for runs in cells.values() for each in runs if kept.get(each[0]) is None]
+        total = len(missing) * self.base.num_requests
+        with tqdm(total=total, unit="req", delay=2, leave=False, disable=not progress) as bar:
+            for done, (each, policy) in enumerate(missing):
+                bar.set_description(policy.name)
+                kept.add(each, play(each, self.parts[each.seed], policy, on_ended=bar.update))
+                bar.update((done + 1) * self.base.num_requests - bar.n)
+
+    def figures(
+        self, result: ArenaResult, seed: int, bounds_s: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Return the `ArenaResult.figures` of a seed's run, between the tenants of its part."""
+        tenants = {i: each.tenant for i, each in enumerate(self.parts[seed].requests)}
+        return result.figures(tenants, bounds_s)

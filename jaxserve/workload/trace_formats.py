@@ -373,7 +373,8 @@ def reader_of(path: Path) -> TraceReader:
                 return reader
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfigError(
-            f"the trace {path} cannot be read: {error}; pass a file or a folder of traces"
+            f"the trace {path} cannot be read: {error}; pass a file or folder of a trace, or chat, "
+            "sessions or bursts, which are synthetic"
         ) from error
     known = "".join(f"\n  {each.name}: {each.looks}" for each in _READERS)
     begins = head.partition("\n")[0][:80]

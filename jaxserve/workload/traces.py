@@ -23,10 +23,14 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import sharegpt
 from jaxserve.workload.items import WorkloadItem, arrival_times
+from jaxserve.workload.synthetic import SYNTHETIC
 from jaxserve.workload.trace_formats import ReadOptions, TraceRequest, reader_of
 
+# Requests of a synthetic trace that are drawn for each that is wanted, if most do not fit.
+_MOST_DRAWN = 100
 
-def _no_tokenizer() -> sharegpt.TextEncoder:
+
+def no_tokenizer() -> sharegpt.TextEncoder:
     raise InvalidConfigError("this trace has texts; pass a tokenizer that counts their tokens")
 
 
@@ -98,29 +102,36 @@ def read_trace(
     num: int | None = None,
     start_s: float = 0.0,
     max_context: int | None = None,
-    tokenizer: Callable[[], sharegpt.TextEncoder] = _no_tokenizer,
+    tokenizer: Callable[[], sharegpt.TextEncoder] = no_tokenizer,
     seed: int = 0,
     progress: bool = True,
 ) -> Trace:
-    """Read a part of a public trace; its format is recognised.
+    """Read a part of a public trace, whose format is recognised, or draw a synthetic one.
 
     Args:
-      path: a file, or a folder of ServeGen's clients.
-      num: most requests to return; None for all.
+      path: a file, a folder of ServeGen's clients, or a name in `SYNTHETIC`.
+      num: most requests to return; None for all, which a synthetic trace does not have.
       start_s: seconds after the trace's first request at which the part begins.
       max_context: requests with more tokens, prompt and answer, are left out.
       tokenizer: makes the tokenizer for traces with texts; not called for others.
-      seed: of what ServeGen's clients draw.
+      seed: of what ServeGen's clients and synthetic traces draw.
 
     Raises:
       InvalidConfigError: the trace cannot be read, has no known format or no such part, or a line
         is malformed; the message names it.
     """
     path = Path(path)
-    reader = reader_of(path)
+    draw = None if path.exists() else SYNTHETIC.get(str(path))
+    if draw is None:
+        reader = reader_of(path)
+        form, read = reader.name, reader.read(path, ReadOptions(tokenizer=tokenizer, seed=seed))
+    elif num is None:
+        raise InvalidConfigError(f"num=None is not allowed for {path}, which has no end; pass num")
+    else:
+        drawn = draw(np.random.default_rng(seed))
+        form, read = "synthetic", islice(drawn, _MOST_DRAWN * num)
     left_out: Counter[str] = Counter()
     try:
-        read = reader.read(path, ReadOptions(tokenizer=tokenizer, seed=seed))
         bar = tqdm(read, desc="reading", unit="request", delay=2, leave=False, disable=not progress)
         with bar:
             found = list(islice(_fitting(_from(bar, start_s), max_context, left_out), num))
@@ -133,7 +144,7 @@ def read_trace(
             f"the trace {path} has no request from second {start_s:g} on that fits "
             f"({left_out.total()} do not); pass an earlier start, or more context"
         )
-    return Trace(reader.name, _from_zero(found), left_out["empty"], left_out["too long"])
+    return Trace(form, _from_zero(found), left_out["empty"], left_out["too long"])
 
 
 def _from(requests: Iterable[TraceRequest], start_s: float) -> Iterator[TraceRequest]:

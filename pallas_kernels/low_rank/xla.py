@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxserve.kernels.matmul import grouped_matmul
+from jaxserve.kernels.grouped_matmul import grouped_matmul
 
 
 def add_low_rank(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.matmul import cpu, xla
@@ -60,38 +60,4 @@ def matmul(
         weight=weight,
         transposed=transposed,
         out_dtype=x.dtype if out_dtype is None else out_dtype,
-    )
-
-
-def grouped_matmul(
-    x: Float[Array, "tokens in"],
-    weight: Float[Array, " matrices in out"],
-    sizes: Int32[Array, " matrices"],
-    *,
-    implementation: Literal["xla", "cpu"] | None = None,
-) -> Float[Array, "tokens out"]:
-    """Multiply adjacent tokens of `x` with one matrix per group.
-
-    The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
-    Tokens after the last group get zeros. `implementation` is "xla" or "cpu", as in `matmul`.
-
-    Returns:
-      [tokens, out] in x's dtype. With "cpu", the bits of a row depend on it and on its matrix only.
-
-    Raises:
-      NotImplementedError, ValueError: see `dispatch`.
-    """
-    if x.ndim != 2 or weight.ndim != 3 or (*sizes.shape, x.shape[1]) != weight.shape[:2]:
-        raise ValueError(
-            f"x{x.shape}, weight{weight.shape} and sizes{sizes.shape} do not fit; pass "
-            "[tokens, in], [matrices, in, out] and [matrices]"
-        )
-    return dispatch.call(
-        "grouped_matmul",
-        {"xla": xla.grouped_matmul, "cpu": cpu.grouped_matmul},
-        _PREFERRED,
-        implementation,
-        x=x,
-        weight=weight,
-        sizes=sizes,
     )

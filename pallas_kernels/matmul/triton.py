@@ -149,7 +149,7 @@ def _kernel(
     def one_block(block: jax.Array, products: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = block * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
         is_input = None if sizes.inputs % sizes.block == 0 else at < sizes.inputs
-        x = _loaded(operands.x.at[token[:, None], at[None, :]], is_token, is_input)
+        x = load_tile(operands.x.at[token[:, None], at[None, :]], is_token, is_input)
         return tuple(
             product + dot(x, _weights(sizes, operands, part, at, column, is_input, is_column))
             for part, product in enumerate(products)
@@ -168,7 +168,7 @@ def _kernel(
         out = out / (1.0 + jnp.exp(-out)) * products[1]
     here = (token[:, None], column[None, :])
     if operands.residual is not None:
-        out = out + _loaded(operands.residual.at[here], is_token, is_column).astype(jnp.float32)
+        out = out + load_tile(operands.residual.at[here], is_token, is_column).astype(jnp.float32)
     mask = is_token[:, None] if is_column is None else is_token[:, None] & is_column[None, :]
     triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
@@ -186,11 +186,11 @@ def _weights(
     column = part * sizes.columns + column
     if sizes.transposed:
         here = operands.weight.at[column[:, None], at[None, :]]
-        return _loaded(here, is_column, is_input).T
-    return _loaded(operands.weight.at[at[:, None], column[None, :]], is_input, is_column)
+        return load_tile(here, is_column, is_input).T
+    return load_tile(operands.weight.at[at[:, None], column[None, :]], is_input, is_column)
 
 
-def _loaded(here: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
+def load_tile(here: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
     """Load a tile; masked elements are zero. None masks nothing."""
     masks = [] if is_row is None else [is_row[:, None]]
     masks += [] if is_column is None else [is_column[None, :]]

@@ -10,10 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import gated_cell, paged_attention, quantize, rotate_and_write, row_maximum
+from jaxserve.kernels import (
+    gated_cell,
+    grouped_matmul,
+    paged_attention,
+    quantize,
+    rotate_and_write,
+    row_maximum,
+)
 from jaxserve.kernels.fused_matmul import row_shapes
 from jaxserve.kernels.fused_matmul import shapes as fused_shapes
 from jaxserve.kernels.gated_cell import shapes as cell_shapes
+from jaxserve.kernels.grouped_matmul import shapes as grouped_shapes
 from jaxserve.kernels.kv_write import shapes as write_shapes
 from jaxserve.kernels.page_copy import shapes as copy_shapes
 from jaxserve.kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
@@ -231,6 +239,24 @@ def test_fused_products_agree_with_float32(configuration):
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(partial(function, implementation="xla"))(**wide)
     assert_close(got, wanted, ALLOWED["bfloat16"])
+
+
+@pytest.mark.parametrize("shape", grouped_shapes.CONFIGURATIONS, ids=str)
+def test_groups_agree_with_float32(shape):
+    """Skewed groups, some of them empty, agree; tokens after the last group get zeros."""
+    sizes = grouped_shapes.random_sizes(shape, seed=0)
+    inputs = grouped_shapes.make_inputs(shape, sizes)
+    got = jax.jit(partial(grouped_matmul, implementation="triton"))(**inputs)
+    begin = 0
+    for matrix, end in enumerate(np.cumsum(sizes)):
+        x, weight = (
+            each.astype(jnp.float32) for each in (inputs["x"][begin:end], inputs["weight"][matrix])
+        )
+        if len(x):
+            wanted = jnp.dot(x, weight, precision="highest")
+            assert_close(got[begin:end], wanted, ALLOWED[shape.dtype])
+        begin = end
+    assert not got[begin:].any()
 
 
 def test_maxima_of_rows_are_exact():

@@ -1,0 +1,94 @@
+"""The GPU's product of groups agrees with NumPy's in float64 for any sizes of groups."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels import grouped_matmul
+from jaxserve.kernels.grouped_matmul.shapes import (
+    TEST_SHAPES,
+    GroupedShape,
+    make_inputs,
+    random_sizes,
+)
+from jaxserve.kernels.grouped_matmul.triton import tiling
+from tests.common.closeness import assert_close
+from tests.common.tiers import some
+
+# Relative norm of the error against float64: sums are in float32, and rounded once.
+ALLOWED = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}
+
+
+def _sizes(shape: GroupedShape) -> list[np.ndarray]:
+    """Return random sizes, one group with all tokens, and no tokens in any group."""
+    whole = np.zeros(shape.matrices, np.int32)
+    whole[-1] = shape.tokens
+    return [*(random_sizes(shape, seed) for seed in range(4)), whole, np.zeros_like(whole)]
+
+
+@pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=str)
+def test_groups_of_any_sizes_agree_with_float64(shape):
+    """Each token is multiplied with its matrix alone, and tokens without a group get zeros."""
+    function, _ = shape.call(implementation="triton_interpreted")
+    run = jax.jit(function)
+    for sizes in _sizes(shape):
+        inputs = make_inputs(shape, sizes)
+        got = np.asarray(run(**inputs), np.float64)
+        matrix = np.repeat(np.arange(shape.matrices), sizes)
+        x, weight = (np.asarray(inputs[name], np.float64) for name in ("x", "weight"))
+        wanted = np.zeros_like(got)
+        for own in np.unique(matrix):
+            (rows,) = np.nonzero(matrix == own)
+            wanted[rows] = x[rows] @ weight[own]
+        assert_close(got, wanted, ALLOWED[shape.dtype])
+        assert not got[len(matrix) :].any()
+
+
+def test_the_grid_has_room_for_any_sizes():
+    """No sizes of groups need more tiles, and some need all of them."""
+    random = np.random.default_rng(0)
+    for tokens, matrices in random.integers(1, 300, (50, 2)).tolist():
+        tile = tiling(tokens, (matrices, 64, 64), 2)
+        largest = tile.num_tiles(tokens, matrices)
+        for concentration in (0.01, 0.1, 1.0, 100.0):
+            shares = random.dirichlet(np.full(matrices + 1, concentration))
+            sizes = random.multinomial(tokens, shares)
+            assert np.sum(-(-sizes // tile.tokens)) <= largest
+        worst = np.ones(min(tokens, matrices + 1), int)
+        worst[0] += tokens - len(worst)
+        assert np.sum(-(-worst // tile.tokens)) == largest
+
+
+@pytest.mark.release
+def test_gradients_are_those_of_xla():
+    """Training through the kernel has XLA's gradients."""
+    shape = TEST_SHAPES[1]
+    inputs = make_inputs(shape, random_sizes(shape, 0))
+
+    def loss(x, weight, implementation):
+        product = partial(grouped_matmul, implementation=implementation)
+        return jnp.sum(jnp.sin(product(x, weight, inputs["sizes"])))
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    ours, right = (
+        gradients(inputs["x"], inputs["weight"], name) for name in ("triton_interpreted", "xla")
+    )
+    for got, wanted in zip(ours, right, strict=True):
+        assert_close(got, wanted)
+
+
+def test_what_is_refused():
+    """The kernel that is asked for by name says what it does not serve."""
+    x, weight, sizes = jnp.ones((2, 8)), jnp.ones((3, 8, 4)), jnp.ones(3, jnp.int32)
+    with pytest.raises(NotImplementedError, match="not for cpu"):
+        grouped_matmul(x, weight, sizes, implementation="triton")
+    product = partial(grouped_matmul, implementation="triton_interpreted")
+    with pytest.raises(NotImplementedError, match="not float32 and bfloat16"):
+        product(x, weight.astype(jnp.bfloat16), sizes)
+    with pytest.raises(NotImplementedError, match="is empty"):
+        product(x[:0], weight, sizes)
