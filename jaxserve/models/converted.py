@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ class ConvertedModel:
         self._made_from = [FORMAT_VERSION, str(source), about.st_size, about.st_mtime_ns]
         key = hashlib.sha256(str(source).encode()).hexdigest()[:12]
         self.folder = cache_folder() / "converted" / f"{name}-{variant}-{key}"
+        # The folder of a new entry, and the parameters that are written there.
+        self._aside: Path | None = None
+        self._written: set[str] = set()
 
     def read_header(self) -> Header | None:
         """Return configuration and tokenizer; None without a valid entry.
@@ -119,6 +123,18 @@ class ConvertedModel:
             raise ValueError(f"{file.name} has shape {found.shape}, not {wanted.shape}")
         return found
 
+    def hold(self, path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+        """Write a parameter of a new entry, which `save` completes, and return it, mapped.
+
+        It takes no memory until it is read. One that cannot be written is returned itself.
+        """
+        try:
+            file = self._write_param(_key(path), array)
+        except OSError:  # `save` tries again, and says why
+            return array
+        mapped = np.load(file, mmap_mode="r").view(array.dtype)
+        return jax.device_put(mapped, array.sharding)
+
     def save(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
         """Write the entry; a failure causes a warning only, because the model itself is loaded."""
         try:
@@ -151,18 +167,12 @@ class ConvertedModel:
         thread.start()
 
     def _write(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         arrays = {_key(path): v.get_value() for path, v in nnx.to_flat_state(params)}
-        remove_abandoned(self.folder.parent, ".save-")
-        _remove_orphans(self.folder.parent)
-        aside = Path(tempfile.mkdtemp(prefix=".save-", dir=self.folder.parent))
         try:
-            _require_space(aside, sum(array.nbytes for array in arrays.values()))
-            (aside / "params").mkdir()
             for name, array in arrays.items():
-                # NumPy's files have no name for bfloat16; its bits are stored as integers.
-                bits = np.asarray(array).view(f"u{array.dtype.itemsize}")
-                np.save(aside / "params" / f"{name}.npy", bits)
+                if name not in self._written:
+                    self._write_param(name, array)
+            aside = self._new_folder()
             tokenizer.save(aside)
             entry = {"made_from": self._made_from, "config": dict(config), "files": _sizes(aside)}
             (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
@@ -174,7 +184,29 @@ class ConvertedModel:
             os.replace(aside, self.folder)
             _sync(self.folder.parent)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            if self._aside is not None:
+                shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside, self._written = None, set()
+
+    def _write_param(self, name: str, array: jax.Array) -> Path:
+        file = self._new_folder() / "params" / f"{name}.npy"
+        _require_space(file.parent, array.nbytes)
+        # NumPy's files have no name for bfloat16; its bits are stored as integers.
+        np.save(file, np.asarray(array).view(f"u{array.dtype.itemsize}"))
+        self._written.add(name)
+        return file
+
+    def _new_folder(self) -> Path:
+        """Return the folder of a new entry, which is removed with this object without `save`."""
+        if self._aside is None:
+            parent = self.folder.parent
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(parent, ".save-")
+            _remove_orphans(parent)
+            self._aside = Path(tempfile.mkdtemp(prefix=".save-", dir=parent))
+            weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
+            (self._aside / "params").mkdir()
+        return self._aside
 
     def _warn_damaged(self, error: Exception) -> None:
         _log.warning(

@@ -245,6 +245,8 @@ class GGUFFile:
 
     def rows(self, info: TensorInfo) -> UInt8[np.ndarray, "rows row_bytes"]:
         """Return the stored bytes of a tensor, a view of the file."""
+        # The pages of earlier tensors count as this process's memory while they are mapped.
+        self._map.madvise(mmap.MADV_DONTNEED)
         data = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
         return data.reshape(info.num_rows, info.row_bytes)
 

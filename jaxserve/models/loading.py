@@ -177,6 +177,8 @@ Progress = Callable[[int, int], None]
 Path = tuple[Any, ...]
 # Returns the replacement of a dense weight: a module, or the weight itself.
 WeightChange = Callable[[nnx.Param, WeightAxes], Any]
+# Returns the array to hold in place of one that was made, by its path.
+Hold = Callable[[Path, jax.Array], jax.Array]
 # Makes a weight from its path, its dense form, the names of its tensors, and a function that reads
 # it from a source in a dtype, or in another shape; see `kept_weights.KeptBlocks.weight`.
 KeepWeight = Callable[[Path, nnx.Variable, WeightAxes, list[str], Callable[..., jax.Array]], Any]
@@ -190,18 +192,20 @@ def load_params(
     progress: Progress | None = None,  # called with (parameters done, parameters in all)
     change: WeightChange | None = None,
     keep: KeepWeight | None = None,
+    hold: Hold | None = None,
     spare: Collection[str] = (),  # tensors that the checkpoint may have and the model does not need
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
-    The host holds one shard of one parameter at a time. On one CPU, large parameters are in
-    huge pages if the system has them.
+    The host holds one shard of one parameter at a time.
 
     Args:
       shardings: from `sharding.state_shardings`; None for the default device.
       change: applied to each dense weight after it is read, before the next is; by default none.
       keep: makes a weight in the checkpoint's own form; None if it cannot. By default all are read
         as dense ones.
+      hold: takes each array before the next is read. By default, large ones on one CPU are moved to
+        huge pages if the system has them.
 
     Raises:
       CheckpointError: every missing, surplus and misshapen tensor together, before data is read;
@@ -216,8 +220,11 @@ def load_params(
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     memory = HugePages()
+    held = hold or (lambda _, array: memory.copied(array))
     loaded: list[tuple[Path, nnx.Variable]] = []
-    for done, (path, variable) in enumerate(flat):
+    # The largest first: while it is converted, its copies are held beside what is loaded.
+    largest = sorted(flat, key=lambda each: each[1].get_value().size, reverse=True)
+    for done, (path, variable) in enumerate(largest):
         place = here if places is None else places[path].get_value()
         kind = np.dtype(variable.get_value().dtype)
         axes = variable.get_metadata().get("weight_axes")
@@ -228,9 +235,15 @@ def load_params(
         if kept is not None:
             own = _inside(path, kept)
         else:
-            dense = variable.replace(plan[path].load(source, kind, place=place))
-            own = changed(path, dense, change)
-        loaded += [(at, v.replace(memory.copied(v.get_value()))) for at, v in own]
+            dense = plan[path].load(source, kind, place=place)
+            own = changed(path, variable.replace(dense), change)
+            del dense
+        for at, made in own:
+            array = made.get_value()
+            own_copy = held(at, array)
+            if own_copy is not array:
+                array.delete()  # its module is in a cycle, which Python collects much later
+            loaded.append((at, made.replace(own_copy)))
         if progress is not None:
             progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)

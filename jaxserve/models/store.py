@@ -25,6 +25,7 @@ from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.hub import TOKENIZER_FILES
 from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
+    Hold,
     Progress,
     WeightChange,
     abstract_model,
@@ -200,6 +201,11 @@ class _How:
     remember: Remember
 
     @property
+    def maps_weights(self) -> bool:
+        """Whether weights are mapped from the files of their converted form."""
+        return self.mesh is None and not self.huge_pages and jax.default_backend() == "cpu"
+
+    @property
     def change(self) -> WeightChange | None:
         return None if self.quantisation is None else self.quantisation.change
 
@@ -266,7 +272,8 @@ def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> 
         blocks = KeptBlocks(source, rounds_activations=how.quantisation.rounds_activations)
         graphdef, params = _kept(config, source, how, blocks)
     else:
-        graphdef, params = _converted(config, source, how)
+        hold = None if kept is None or not how.maps_weights else kept.hold
+        graphdef, params = _converted(config, source, how, hold)
     if kept is not None:
         save = kept.save_behind if saves_behind else kept.save
         save(source.config, tokenizer, params)
@@ -338,11 +345,11 @@ def _kept(
 
 
 def _converted(
-    config: DecoderConfig, source: WeightSource, how: _How
+    config: DecoderConfig, source: WeightSource, how: _How, hold: Hold | None = None
 ) -> tuple[nnx.GraphDef, nnx.State]:
     _, abstract, shardings = how.abstract(config, dense=True)
     with timed("weights"), _bar("Loading weights", how.progress) as report:
-        params = load_params(abstract, config, source, shardings, report, how.change)
+        params = load_params(abstract, config, source, shardings, report, how.change, hold=hold)
     graphdef, _, shardings = how.abstract(config)
     return graphdef, params if shardings is None else placed(params, shardings)
 

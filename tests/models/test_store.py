@@ -18,10 +18,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.common.environment import status_bytes
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
 from jaxserve.models import converted, huge_pages
+from jaxserve.models.families import weights_of
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.loading import Parameter, abstract_model, load_params
+from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.sharding import make_mesh
 from jaxserve.testing.tiny import letter_tokenizer
@@ -186,7 +190,64 @@ def test_large_arrays_are_mapped_unless_huge_pages_are_used(path, uses_huge_page
         assert is_mapped == (not uses_huge_pages)
 
 
-def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog):
+def test_a_first_load_without_huge_pages_maps_what_it_converts(path, cache):
+    """Its weights are the files of the entry, as those of the second load."""
+    first = _load(path, huge_pages=False)
+    (entry,) = _entries(cache)
+    mapped = Path("/proc/self/maps")
+    if mapped.is_file():
+        assert str(entry / "params" / "embedding.npy") in mapped.read_text()
+    _blank_the_weights(path)
+    _assert_same_params(first, _load(path))
+
+
+class _Ones:
+    """A `WeightSource` of ones, which take no memory."""
+
+    where = "ones"
+
+    def __init__(self, shapes):
+        self._shapes = shapes
+
+    def shapes(self):
+        return self._shapes
+
+    def dtypes(self):
+        return dict.fromkeys(self._shapes, "F32")
+
+    def read(self, name, index=None):
+        return np.broadcast_to(np.float32(1), self._shapes[name])[index or ()]
+
+
+@pytest.mark.release
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_a_first_load_holds_one_parameter_at_a_time(path):
+    """Its peak is less than the weights: each is in its file before the next is read."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=256,
+    )
+    abstract = abstract_model(config)[1]
+    table = weights_of(config)
+    flat = nnx.to_flat_state(abstract)
+    needed = (each for at, v in flat for each in Parameter(at, v, table).needed())
+    kept = converted.ConvertedModel("large", path, "float32")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status_bytes("VmHWM")
+    change = Quantisation.in_panels(None).change
+    params = load_params(abstract, config, _Ones(dict(needed)), change=change, hold=kept.hold)
+    grown = status_bytes("VmHWM") - before
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert weights > 150e6 and grown < weights, grown
+
+
+@pytest.mark.parametrize("uses_huge_pages", [True, False])
+def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog, uses_huge_pages):
     """The model loads; the log has the reason and a remedy; no partial entry remains."""
 
     def full(file, array):
@@ -195,7 +256,7 @@ def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog)
 
     monkeypatch.setattr(converted.np, "save", full)
     with caplog.at_level(logging.WARNING, "jaxserve"):
-        model = _load(path)
+        model = _load(path, huge_pages=uses_huge_pages)
     assert model.params["embedding"][...].any()
     assert "free some space" in caplog.text and "JAXSERVE_CACHE" in caplog.text
     assert _entries(cache) == []
