@@ -4,13 +4,14 @@ It runs in its own environment, with JAX's CUDA plug-in, and compiles every conf
 kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
 whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
-model's dtype and in 8 bits, with weights in few bits, and of Llama 3 8B's sizes on one device and
-over eight; and a task of cells whose kernel reads their pools. A layer, the rest of an iteration or
-a task may not have more launches than `kernel_gate.json` records, and the host may not do more for
-a decode loop (`scripts.launches`). A step with unrolled layers, the default, may read and write at
-most 5 % of its weights' bytes in addition to the weights, pages and activations
-(`scripts.traffic`). A decode loop with weights in few bits may not copy a weight. In a
-deterministic step, XLA itself may not add floating-point numbers.
+model's dtype and in 8 bits, with weights in few bits, of Llama 3 8B's sizes on one device and over
+eight, and of layers of Qwen3 30B-A3B and Mixtral 8x7B, whose products may take 1.2 times the
+operations that their tokens need (`scripts.traffic`); and a task of cells whose kernel reads their
+pools. A layer, the rest of an iteration or a task may not have more launches than
+`kernel_gate.json` records, and the host may not do more for a decode loop (`scripts.launches`). A
+step with unrolled layers, the default, may read and write at most 5 % of its weights' bytes in
+addition to the weights, pages and activations. A decode loop with weights in few
+bits may not copy a weight. In a deterministic step, XLA itself may not add floating-point numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 _DUMP = tempfile.TemporaryDirectory(prefix="jaxserve-gate-")
@@ -57,11 +59,14 @@ from jaxserve.kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
 from jaxserve.models.batch import empty_cache  # noqa: E402
-from jaxserve.models.decoder import LayerLayout  # noqa: E402
+from jaxserve.models.config import DecoderConfig  # noqa: E402
+from jaxserve.models.decoder import Decoder, LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
+from jaxserve.models.families.moe import MoEConfig, MoEDecoder  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
 from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
+from jaxserve.models.routing import ExpertsConfig  # noqa: E402
 from jaxserve.sharding import state_shardings  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
 from jaxserve.steps.sampling.sampler import Variant  # noqa: E402
@@ -76,7 +81,7 @@ from scripts.launches import (  # noqa: E402
     newest_dump,
     sums_of_floats,
 )
-from scripts.traffic import StepBytes, step_bytes  # noqa: E402
+from scripts.traffic import StepBytes, product_flops, step_bytes  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.
@@ -91,6 +96,31 @@ _MAX_SHARE_BESIDE = 0.05
 _MAX_TEMPORARY_BYTES = 128 << 20
 # Maximum shared memory of a block that opts in, see `scripts.gate_device`.
 _MAX_SHARED_BYTES = 232448
+# Maximum operations of a step with experts, beside those that its tokens need.
+_MAX_FLOPS = 1.2
+# Attributes of models with experts; `num_layers` and what the steps have in common are missing.
+_MIXTURES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "Qwen3 30B-A3B": dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_heads=32,
+            num_kv_heads=4,
+            qk_norm=True,
+            experts=ExpertsConfig(num=128, size=768, per_token=8),
+        ),
+        "Mixtral 8x7B": dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            experts=ExpertsConfig(num=8, size=14336, per_token=2),
+        ),
+    }
+)
+_MAX_STEP_TOKENS = 512
 
 
 @final
@@ -108,6 +138,7 @@ class Steps:
       is_llama_3_8b: whether it has the sizes of Llama 3 8B; otherwise a small Llama's.
       num_shards: devices over which its tensors are split.
       max_slots: rows of the decode loop.
+      mixture: the model in `_MIXTURES` whose sizes it has; None for a Llama.
     """
 
     layout: LayerLayout
@@ -119,23 +150,29 @@ class Steps:
     is_llama_3_8b: bool = False
     num_shards: int = 1
     max_slots: int = 64
+    mixture: str | None = None
 
     @property
     def num_layers(self) -> tuple[int, int]:
         """Two numbers of layers; what a layer adds is known from the difference."""
+        if self.mixture is not None:
+            return 1, 2
         return (2, 3) if self.is_llama_3_8b else (3, 5)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        if self.is_llama_3_8b:
-            sizes = (128256, 4096, 14336, 32, 8)
-        else:
-            sizes = (32000, 1024, 2816, 8, 2)
+    def config(self, num_layers: int) -> DecoderConfig:
+        common: dict[str, Any] = dict(
+            num_layers=num_layers, head_dim=128, max_position_embeddings=4096, dtype=self.dtype
+        )
+        if self.mixture is not None:
+            return MoEConfig(**_MIXTURES[self.mixture], **common)
+        sizes = (128256, 4096, 14336, 32, 8) if self.is_llama_3_8b else (32000, 1024, 2816, 8, 2)
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
-        return dict(zip(names, sizes, strict=True))
+        common.update(zip(names, sizes, strict=True))
+        return LlamaConfig(**common)
 
     def __str__(self) -> str:
         parts = ["Llama 3 8B"] if self.is_llama_3_8b else []
+        parts += [] if self.mixture is None else [self.mixture]
         parts += [self.layout]
         parts += [] if self.num_shards == 1 else [f"{self.num_shards} devices"]
         parts += [] if self.max_slots == 64 else [f"{self.max_slots} slots"]
@@ -157,6 +194,8 @@ STEPS_OF_SUBSET = (
     _LLAMA_3_8B[0],
     Steps("scanned"),
     Steps("unrolled", quantize="int4"),
+    Steps("unrolled", mixture="Qwen3 30B-A3B"),
+    Steps("unrolled", mixture="Mixtral 8x7B"),
     Steps("unrolled", deterministic=True, is_llama_3_8b=True),
 )
 STEPS = (
@@ -294,18 +333,13 @@ def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
 
 
 def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
-    config = LlamaConfig(
-        **steps.config,
-        num_layers=num_layers,
-        head_dim=128,
-        max_position_embeddings=4096,
-        dtype=steps.dtype,
-    )
+    config = steps.config(num_layers)
+    decoder: type[Decoder] = Llama if steps.mixture is None else MoEDecoder
     engine = EngineConfig(
         num_pages=4000,
         max_slots=steps.max_slots,
         max_context=4096,
-        max_step_tokens=512,
+        max_step_tokens=_MAX_STEP_TOKENS,
         kv_dtype=steps.kv_dtype,
         attention="triton" if steps.deterministic else steps.attention,
         row_kernels="triton" if steps.deterministic else None,
@@ -316,7 +350,7 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
         how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
 
     def made() -> nnx.Module:
-        model = Llama(config, rngs=None, layer_layout=steps.layout)
+        model = decoder(config, rngs=None, layer_layout=steps.layout)
         if how is not None:
             replace_weights(model, how.change)
         return model
@@ -335,8 +369,9 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
     with place.in_force():
         programs = Programs(graphdef, engine, config, place)
     modules = {}
-    # For Llama 3 8B the counts outside the layers are those of the usual head.
-    variant = Variant.GREEDY if steps.is_llama_3_8b else Variant.FULL
+    # For large models the counts outside the layers are those of the usual head.
+    is_large = steps.is_llama_3_8b or steps.mixture is not None
+    variant = Variant.GREEDY if is_large else Variant.FULL
     for kind, compiled in zip(
         ("mixed step", "decode loop"),
         programs.compiled_steps(params, cache, variant),
@@ -351,10 +386,18 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
             for kernel in (
                 *("rotate_and_write", _SPLIT_KERNELS[steps.attention]),
                 *(() if how is None else ("quantised_matmul",)),
+                *(() if steps.mixture is None else ("grouped_matmul",)),
                 *(("rowwise_product", "rms_norm") if steps.deterministic else ()),
             )
             if kernel not in text
         ]
+        if config.experts is not None:
+            is_loop = kind == "decode loop"
+            needed = _needed_flops(
+                config, steps.max_slots if is_loop else _MAX_STEP_TOKENS, is_loop
+            )
+            if (flops := product_flops(text)) > _MAX_FLOPS * needed:
+                problems.append(f"{name}: {flops:.3g} operations of products, of {needed:.3g}")
         if steps.deterministic:
             problems += [
                 f"{name}, {num_layers} layers: {each} adds up as the batch's size says"
@@ -364,6 +407,16 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
         if how is not None and kind == "decode loop" and steps.layout == "unrolled":
             problems += [f"{name}: a weight is copied: {each}" for each in _copies(text, model)]
     return modules
+
+
+def _needed_flops(config: DecoderConfig, tokens: int, has_head: bool) -> int:
+    """Return the operations of the products that a step with experts needs, without attention."""
+    mixture, embed = config.experts, config.hidden_size
+    assert mixture is not None
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    experts = mixture.num + mixture.per_token * 3 * mixture.size
+    weights = config.num_layers * embed * (heads * config.head_dim + experts)
+    return 2 * tokens * (weights + has_head * embed * config.vocab_size)
 
 
 def _copies(hlo: str, model: nnx.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Functions that count, in HLO text, the bytes that a compiled step reads and writes on a GPU.
+"""Functions that count, in HLO text, what a compiled step reads, writes and multiplies on a GPU.
 
 The entry's parameters say what they are by their names, which are those of the arguments of
 `Programs`: `params`, `cache`, and the state of slots and plans. What is computed from several of
@@ -24,6 +24,8 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Starts of collectives, whose result may be a tuple of operands and results.
 _COLLECTIVES = {"all-gather-start", "all-reduce-start", "collective-permute-start"}
+# Our kernels that multiply their first operand, [tokens, in], with their second one.
+_PRODUCTS = ("fused_matmul", "grouped_matmul", "rowwise_product")
 # In the line of a fusion of slices with the kernel that takes them: it gets their addresses.
 _KERNEL_ON_SLICES = '"name":"dynamic_slice_fusion"'
 # Sizes of kernel parameters that are not data, such as the number of the layer.
@@ -114,6 +116,41 @@ def step_bytes(hlo: str) -> StepBytes:
     again = sum(max(0.0, read - sizes[name]) for name, read in traffic.reads.items())
     beside = again + sum(traffic.others[kind] for kind in ("copy", "pages", "state"))
     return StepBytes(int(weights), int(traffic.others["activation"]), int(beside))
+
+
+def product_flops(hlo: str) -> int:
+    """Count the operations of a module's products of matrices, two for a multiply-add.
+
+    Products are those of XLA, of its libraries and of our kernels for whole weights; attention does
+    not count. Bodies of loops count once. What a kernel computes for the empty rows of its tiles
+    does not count.
+
+    Raises:
+      ValueError: the contracted axes of a library's product are unknown.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for line in hlo.splitlines():
+        made = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)", line)
+        if made is None:
+            continue
+        arrays = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", made[2])
+        if not arrays:
+            continue
+        out = shapes[made[1]] = tuple(int(each) for each in arrays[0].split(",") if each)
+        operands = re.findall(r"%([\w.-]+)", made[4].split("), ")[0])
+        if (kernel := re.search(rf'name = "({"|".join(_PRODUCTS)})"', line)) is not None:
+            x, weight = (shapes[name] for name in operands[:2])
+            matrices = weight[0] if kernel[1] == "grouped_matmul" else 1
+            total += 2 * x[0] * math.prod(weight) // matrices
+        elif made[3] == "dot" or "__cublas" in line:
+            axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)', line)
+            if axes is None:
+                raise ValueError(f"no contracted axes in {line.strip()[:200]!r}")
+            left = shapes[operands[0]]
+            summed = (left[int(axis)] for axis in axes[1].replace('"', "").split(","))
+            total += 2 * math.prod(out) * math.prod(summed)
+    return total
 
 
 def _argument(parameter: _Instruction) -> _Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.traffic import step_bytes
+from scripts.traffic import product_flops, step_bytes
 
 # A product with a weight as it is, the gather of an embedding, a kernel that writes to the pages in
 # place, and a loop over two layers that first copies each layer's weight out of the stack.
@@ -164,3 +164,30 @@ def test_a_kernel_gets_the_addresses_of_slices():
     assert found.weights == 16 * 16 * 2 + 4 * 16 * 2
     assert found.activations == 4 * 16 * 2
     assert found.beside == 16 * 4
+
+
+def test_operations_of_products():
+    """Products of XLA, of a library and of our kernels count, with one matrix a token."""
+    text = """HloModule m, is_scheduled=true
+
+%gemm (p: bf16[4,16], q: bf16[16,32]) -> bf16[4,32] {
+  %p = bf16[4,16]{1,0} parameter(0)
+  %q = bf16[16,32]{1,0} parameter(1)
+  ROOT %dot = bf16[4,32]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[4,16], w: bf16[16,32], experts: bf16[8,32,6], sizes: s32[8]) -> bf16[4,6] {
+  %x = bf16[4,16]{1,0} parameter(0)
+  %w = bf16[16,32]{1,0} parameter(1)
+  %experts = bf16[8,32,6]{2,1,0} parameter(2)
+  %sizes = s32[8]{0} parameter(3)
+  %fused = bf16[4,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm
+  %cublas = (bf16[4,32]{1,0}, s8[99]{0}) custom-call(%x, %w), LIBRARY
+  ROOT %own = bf16[4,6]{1,0} custom-call(%fused, %experts, %sizes), OURS
+}
+"""
+    axes = '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    library = f'custom_call_target="__cublas$gemm", backend_config={axes}'
+    own = 'custom_call_target="ours", backend_config={name = "grouped_matmul"}'
+    text = text.replace("LIBRARY", library).replace("OURS", own)
+    assert product_flops(text) == 2 * (2 * 4 * 16 * 32) + 2 * 4 * 32 * 6
