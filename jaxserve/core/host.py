@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,12 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     `root` is the root of the file system that has `proc` and `sys`.
     """
     return max(0, min([_system_bytes(root), *_control_group_bytes(root)]))
+
+
+def release_freed_memory() -> None:
+    """Return memory that was freed to the operating system; glibc keeps much of it otherwise."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _system_bytes(root: Path) -> int:

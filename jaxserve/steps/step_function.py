@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32
 
+from jaxserve.core.host import release_freed_memory
 from jaxserve.core.stalls import STALLS
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.cpu_targets import target_names
@@ -39,6 +40,9 @@ from jaxserve.steps.executable_store import (
     this_installation,
     without_jax_cache,
 )
+
+# Seconds of a compilation that leaves much freed memory behind.
+_LARGE_S = 1.0
 
 
 @final
@@ -190,8 +194,11 @@ class Shelf:
         name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
         executable = self._load(name)
         if executable is None:
+            begin_s = time.perf_counter()
             with without_jax_cache(self.devices[0].platform) as options:
                 executable = lowered.compile(options)
+            if time.perf_counter() - begin_s > _LARGE_S:
+                release_freed_memory()
             self._store.save(name, executable)
             self._names[id(executable)] = name
         # If a kernel did not compile now, the program has XLA's operations instead.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 
-from jaxserve.core.host import available_host_bytes
+from benchmarks.common.environment import status_bytes
+from jaxserve.core.host import available_host_bytes, release_freed_memory
 
 pytestmark = pytest.mark.fast
 
@@ -69,3 +71,21 @@ def test_the_smallest_remainder_counts(root):
     assert available_host_bytes(root) == 64 * GIB
     _group(root, "memory", V1, 3 * GIB, used=4 * GIB)
     assert available_host_bytes(root) == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library is not glibc"
+)
+def test_freed_memory_is_returned_to_the_system():
+    """Small blocks below one that is in use are returned, too."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [libc.malloc(ctypes.c_size_t(1 << 16)) for _ in range(1000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 16)
+    for block in blocks[:-1]:
+        libc.free(ctypes.c_void_p(block))
+    before = status_bytes("RssAnon")
+    release_freed_memory()
+    assert before - status_bytes("RssAnon") > 50e6
+    libc.free(ctypes.c_void_p(blocks[-1]))
