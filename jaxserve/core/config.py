@@ -105,11 +105,11 @@ class EngineConfig:
                 "least one more, so pass more kv_memory"
             )
         if self.page_layout.is_grouped and (
-            self.num_incoming_pages or self.num_proposed or self.has_encoder or self.has_slot_state
+            self.num_incoming_pages or self.drafts or self.has_encoder or self.has_slot_state
         ):
             raise InvalidConfigError(
                 f"layer_windows={self.layer_windows} is not allowed with pages that come layer by "
-                "layer, speculation, an encoder or states in slots; omit it"
+                "layer, a draft model, an encoder or states in slots; omit it"
             )
         if self.num_host_pages < 0:
             raise InvalidConfigError(

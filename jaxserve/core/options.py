@@ -179,7 +179,7 @@ class RuntimeOptions:
         mean seconds per later token.
       kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left. On
         CPUs, a model whose layers see different windows keeps no pages behind a window, unless it
-        speculates, or has `disk_memory`, or `restore` is "per_layer" or "both".
+        has a `draft_model` or `disk_memory`, or `restore` is "per_layer" or "both".
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
         float32's. "fp8" is "float8_e4m3fn".

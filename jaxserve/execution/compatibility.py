@@ -152,8 +152,8 @@ def grouped_windows(setting: Setting) -> tuple[int | None, ...]:
 
     Pages are in one group, so that none is freed before its sequence ends, for a model whose layers
     see the same positions, for layers without keys and values of their own in pages, and with what
-    groups do not go with yet: the disk, pages that come layer by layer, speculation, stages, device
-    groups, and several processes (docs/decisions/12_pages_are_grouped_by_window.md).
+    groups do not go with yet: the disk, pages that come layer by layer, a draft model, stages,
+    device groups, and several processes (docs/decisions/12_pages_are_grouped_by_window.md).
     """
     options, config, columns = setting.options, setting.model_config, setting.columns()
     others = {"stages", "groups", "processes", "encoder", "recurrent"} & columns.keys()
@@ -166,7 +166,7 @@ def grouped_windows(setting: Setting) -> tuple[int | None, ...]:
         or any(source is not None for source in config.kv_sources)
     )
     comes_by_layer = options.restore in ("per_layer", "both")
-    is_more = comes_by_layer or options.disk_memory is not None or options.speculation is not None
+    is_more = comes_by_layer or options.disk_memory is not None or options.draft_model is not None
     if is_more or others or not (is_exact and is_plain):
         return ()
     windows = config.sliding_windows

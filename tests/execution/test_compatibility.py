@@ -80,7 +80,8 @@ def test_a_data_axis_goes_with_recurrent_layers():
         (dict(attention="triton"), False),
         (dict(restore="both"), False),
         (dict(disk_memory="1MB"), False),
-        (dict(speculation="lookup"), False),
+        (dict(speculation="lookup"), True),
+        (dict(speculation="draft", draft_model="d"), False),
     ],
     ids=str,
 )

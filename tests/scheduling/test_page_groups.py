@@ -84,6 +84,24 @@ def test_a_resized_pool(policy, seeds):
     assert num_moved
 
 
+@pytest.mark.parametrize("policy", some(POLICIES[:4]))
+@seeds(100, 2)
+def test_proposals(policy, seeds):
+    """Loops deliver tokens that were proposed, and take back others."""
+    num_accepted = 0
+    for seed in seeds:
+        trace = Trace(
+            seed,
+            layer_windows=random_windows(seed),
+            with_conversations=seed % 3 > 0,
+            falls_short=seed % 2 == 0,
+            speculates=True,
+        )
+        trace.check(PRESETS[policy], cancel_rate=0.02)
+        num_accepted += trace.counters["num_accepted_tokens"]
+    assert num_accepted
+
+
 CONFIG = EngineConfig(
     page_size=4,
     num_pages=200,
