@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.predictor.buckets import LengthBuckets as LengthBuckets
     from jaxserve.predictor.calibration import Calibration as Calibration
+    from jaxserve.predictor.calibration import Recalibration as Recalibration
     from jaxserve.predictor.data import Example as Example
     from jaxserve.predictor.data import read_jsonl as read_jsonl
     from jaxserve.predictor.data import split as split
@@ -63,6 +64,7 @@ _HOMES = {
     "OnlineLearner": "online",
     "ProbeConfig": "probe",
     "Readings": "probe_training",
+    "Recalibration": "calibration",
     "Refinement": "refinement",
     "TrainingConfig": "training",
     "compare": "evaluation",

@@ -1,8 +1,9 @@
-"""Calibration of probabilities, and of reservations to a stated miss rate."""
+"""Calibration of probabilities, of reservations to a stated miss rate, and of what is served."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import final
 
@@ -92,3 +93,92 @@ def _best_temperature(
         else:
             low = left
     return math.exp((low + high) / 2.0)
+
+
+# Answers that the corrections come from, and those that a prediction counts as in each of them.
+_NUM_ANSWERS = 500
+_TRUSTS = (0.0, 2.0, 8.0, 32.0, math.inf)
+# Answers that the average share of ends in a bucket counts as, if predictions count as none.
+_PRIOR = 2.0
+# Weight of an answer's score when the next one has ended: about the newest hundred count.
+_MEMORY = 0.99
+# The least probability of a score.
+_LEAST = 1e-3
+
+
+@final
+class Recalibration:
+    """Predictions corrected by the lengths of the answers served.
+
+    A prediction counts as much as some answers (its trust), beside the answers whose predictions
+    had the same likeliest bucket. Both give the share of the answers that reach a bucket and end
+    in it, so an answer that still runs counts for the buckets that it has passed (Kaplan and
+    Meier, 1958); otherwise short answers, which end first, would count too much. The trust is that
+    under which the lengths of the newest answers were likeliest when they ended. If it is
+    infinite, predictions are left as they are; so good ones lose nothing. If it is 0, they only
+    group the answers, and every bucket has a few more ends at the average rate of all.
+    """
+
+    def __init__(self, buckets: LengthBuckets):
+        self._buckets = buckets
+        # Likeliest bucket of the prediction, length, and whether the answer ended there.
+        self._answers: deque[tuple[int, int, bool]] = deque(maxlen=_NUM_ANSWERS)
+        self._scores = np.zeros(len(_TRUSTS))
+        shape = buckets.num, buckets.num
+        # By likeliest bucket: answers that ended in each bucket, and those that reached it.
+        self._ends, self._reached = np.zeros(shape), np.zeros(shape)
+        self._num_new = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough answers have ended since the last update: an eighth of them, or 32."""
+        return self._num_new >= max(1, min(32, len(self._answers) // 8))
+
+    @property
+    def trust(self) -> float:
+        """Answers that a prediction counts as; infinite if it is left as it is."""
+        return _TRUSTS[len(_TRUSTS) - 1 - int(np.argmax(self._scores[::-1]))]
+
+    def note(self, predicted: np.ndarray, length: int, *, is_whole: bool) -> None:
+        """Count an answer and the [buckets] that were predicted; a cut one is not `is_whole`."""
+        if is_whole:
+            bucket = int(self._buckets.bucket_of(length))
+            rows = [self._with_trust(predicted[None], trust)[0, bucket] for trust in _TRUSTS]
+            self._scores = _MEMORY * self._scores + np.log(np.maximum(rows, _LEAST))
+        self._answers.append((int(np.argmax(predicted)), length, is_whole))
+        self._num_new += 1
+
+    def update(self, predicted: np.ndarray, lengths: np.ndarray) -> None:
+        """Take the answers noted so far, and those that run [answers, buckets], [answers]."""
+        kinds, ended, is_whole = np.asarray(self._answers).T
+        kinds = np.concatenate([kinds, np.argmax(predicted, axis=1)])
+        lengths = np.concatenate([ended, lengths])
+        is_whole = np.concatenate([is_whole, np.zeros(len(predicted), np.int64)]).astype(bool)
+        edges = np.asarray(self._buckets.edges, np.float64)
+        passed = np.clip((lengths[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0)
+        places = self._buckets.bucket_of(lengths)
+        passed[is_whole, places[is_whole]] = 1.0
+        self._ends[:], self._reached[:] = 0.0, 0.0
+        np.add.at(self._ends, (kinds[is_whole], places[is_whole]), 1.0)
+        np.add.at(self._reached, kinds, passed)
+        self._num_new = 0
+
+    def corrected(self, predicted: np.ndarray) -> np.ndarray:
+        """Return predictions [rows, buckets] corrected, as of the last update."""
+        return self._with_trust(predicted, self.trust)
+
+    def _with_trust(self, predicted: np.ndarray, trust: float) -> np.ndarray:
+        if math.isinf(trust) or not self._reached.any():
+            return predicted
+        kinds = np.argmax(predicted, axis=1)
+        if trust:
+            prior, left = trust * predicted, trust * predicted[:, ::-1].cumsum(1)[:, ::-1]
+        else:
+            rate = self._ends.sum() / max(self._reached.sum(), 1e-12)
+            left = _PRIOR * (1.0 - rate) ** np.arange(self._buckets.num)
+            prior = rate * left
+        ends, reached = self._ends[kinds] + prior, self._reached[kinds] + left
+        stops = np.where(reached > 0, ends / np.maximum(reached, 1e-12), 1.0)
+        stops[:, -1] = 1.0
+        alive = np.cumprod(1.0 - np.minimum(stops, 1.0), axis=1)
+        return stops * np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], axis=1)

@@ -255,6 +255,18 @@ ARENA = Table(
 
 # ---- lengths ----
 
+WRONG_LENGTHS = Table(
+    what="{arguments[num_requests]} requests at once, {arguments[model]}, auto, simulated",
+    rows="lengths.*.*",
+    columns=(
+        ("lengths", "{at[1]}"),
+        ("predictions", key()),
+        ("tokens/s over none", "{over_none[output_tokens_per_s]:~.3f}"),
+        ("p99 over none", "{over_none[p99_s]:~.3f}"),
+        ("tokens/s over vllm_like", "{over_vllm_like[output_tokens_per_s]:~.3f}"),
+    ),
+)
+
 
 def _predictor_columns(whole: Place) -> tuple[Column, ...]:
     outgrown = "{{promises[{0}][missed]:.1%}} ({{promises[{0}][reserved_tokens]:.0f}})"
@@ -960,6 +972,7 @@ TABLES = {kind: entry for kinds in PAGES.values() for kind, entry in kinds.items
 # Kinds that are shown on stderr alone.
 SHOWN: dict[str, Callable[[Place], str]] = {
     "embeddings": EMBEDDINGS,
+    "wrong_lengths": WRONG_LENGTHS,
     "baseline": BASELINE,
     "kernels": KERNELS,
     "kernel_peers": KERNEL_PEERS,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.core.page_layout import ONE_GROUP, PageLayout
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
-from jaxserve.predictor import LengthBuckets, LengthDistributions, Refinement
+from jaxserve.predictor import LengthBuckets, LengthDistributions, Recalibration, Refinement
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.sequence import Phase, Sequence
 
@@ -190,6 +190,7 @@ class LengthTable:
 
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
+        self._recalibration = Recalibration(buckets)
         # As they were set; normalised; and with the two arrays of `LengthDistributions.lines`, so
         # that reading rows computes nothing.
         zeros: np.ndarray = np.zeros((4, _FEWEST_ROWS, buckets.num))
@@ -211,6 +212,42 @@ class LengthTable:
             probabilities = prediction.distribution.remaining(0, self._buckets)[0]
         self._set(row, probabilities)
         self._at[row] = at
+        if not at:
+            self._set_corrected([row], self._probabilities[[row]])
+
+    def note_end(self, key: int, length: int, *, is_whole: bool) -> None:
+        """Count an answer whose row was set before it began; see `Recalibration`."""
+        row = self._row_of.get(key)
+        if row is not None and not self._at[row]:
+            predicted = LengthDistributions(self._buckets, self._given[[row]]).probabilities[0]
+            self._recalibration.note(predicted, length, is_whole=is_whole)
+
+    @property
+    def is_correction_due(self) -> bool:
+        return self._recalibration.is_due
+
+    def correct(self, running: Seq[tuple[int, int]]) -> None:
+        """Correct the rows that were set before an answer began, by the ends noted so far.
+
+        Args:
+          running: keys of sequences that run, and the tokens of each.
+        """
+        rows = [row for row in self._row_of.values() if not self._at[row]]
+        known = LengthDistributions(self._buckets, self._given[rows])
+        place = {row: i for i, row in enumerate(rows)}
+        read = [
+            (place[row], num) for key, num in running if (row := self._row_of.get(key)) in place
+        ]
+        places = [i for i, _ in read]
+        lengths = np.asarray([num for _, num in read], np.int64)
+        self._recalibration.update(known.probabilities[places], lengths)
+        self._set_corrected(rows, known.probabilities)
+
+    def _set_corrected(self, rows: Seq[int], predicted: np.ndarray) -> None:
+        corrected = self._recalibration.corrected(predicted)
+        known = LengthDistributions(self._buckets, corrected)
+        self._probabilities[rows] = known.probabilities
+        self._rate[rows], self._tail[rows] = known.lines
 
     def drop(self, key: int) -> None:
         row = self._row_of.pop(key, None)
@@ -268,6 +305,8 @@ class LengthTracker:
         self.past: deque[int] = deque(maxlen=_NUM_PAST)
         self._refinement = refinement
         self._has_failed = False
+        # Sequences that have an estimate.
+        self._sequences: dict[int, Sequence] = {}
         self._first: dict[int, LengthEstimate] = {}
         self._newest: dict[int, LengthEstimate] = {}
         # On the buckets of the probe, or else of the first prediction.
@@ -281,16 +320,19 @@ class LengthTracker:
     def add(self, sequence: Sequence) -> None:
         prediction = first_prediction(sequence.request, self._refinement)
         if prediction is not None:
-            self._first[sequence.key] = LengthEstimate(prediction)
-            self.restart(sequence)
+            self._begin(sequence, prediction)
 
     def expect(self, sequence: Sequence, prediction: LengthPrediction) -> bool:
         """Set a prediction from the prompt; False, unchanged, if there is an estimate."""
         if sequence.key in self._first:
             return False
+        self._begin(sequence, prediction)
+        return True
+
+    def _begin(self, sequence: Sequence, prediction: LengthPrediction) -> None:
+        self._sequences[sequence.key] = sequence
         self._first[sequence.key] = LengthEstimate(prediction)
         self.restart(sequence)
-        return True
 
     def restart(self, sequence: Sequence) -> None:
         """Return to the first estimate, because the answer restarts."""
@@ -302,10 +344,17 @@ class LengthTracker:
         """Drop a sequence that has ended."""
         if sequence.finish_reason in ("stop", "length") and sequence.output:
             self.past.append(len(sequence.output))
+            if self._table is not None:
+                is_cut = sequence.num_known >= sequence.max_length
+                self._table.note_end(sequence.key, len(sequence.output), is_whole=not is_cut)
         self._first.pop(sequence.key, None)
         self._newest.pop(sequence.key, None)
+        self._sequences.pop(sequence.key, None)
         if self._table is not None:
             self._table.drop(sequence.key)
+            if self._table.is_correction_due:
+                begun = [s for s in self._sequences.values() if s.output]
+                self._table.correct([(each.key, len(each.output)) for each in begun])
 
     def refine(self, plan: StepPlan, result: StepResult, rows: Seq[tuple[int, Sequence]]) -> None:
         """Apply the probe's readings of a step, at these indices of its rows, after its tokens."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.s3 import POLICIES, Run, imitated, machines
+from benchmarks.common.s3_machines import Run, imitated, machines
+from benchmarks.s3 import POLICIES
 from jaxserve.workload import WorkloadItem
 
 pytestmark = pytest.mark.release

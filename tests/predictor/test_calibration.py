@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.predictor import Calibration, LengthBuckets, LengthDistributions, evaluate
+from jaxserve.predictor import (
+    Calibration,
+    LengthBuckets,
+    LengthDistributions,
+    Recalibration,
+    evaluate,
+)
 from jaxserve.predictor.calibration import softmax
 from jaxserve.predictor.evaluation import miss_rates
 from tests.common.tiers import some
@@ -75,3 +81,63 @@ def test_calibrated_predictions_are_reliable():
     logits, lengths = _draw(np.random.default_rng(3), 20_000)
     assert evaluate(BUCKETS, logits, lengths).calibration_error < 0.015
     assert evaluate(BUCKETS, 3 * logits, lengths).calibration_error > 0.1
+
+
+def _one_hot(places: np.ndarray, certain: float = 0.9) -> np.ndarray:
+    """Return predictions that are sure of one of ten buckets."""
+    rows = np.full((len(places), 10), (1 - certain) / 9)
+    rows[np.arange(len(places)), places] = certain
+    return rows
+
+
+def _served(predicted: np.ndarray, lengths: np.ndarray) -> Recalibration:
+    """Return what was learned after these answers, none of which runs on."""
+    found = Recalibration(LengthBuckets.equal_width(100))
+    for row, length in zip(predicted, lengths, strict=True):
+        found.note(row, int(length), is_whole=True)
+        if found.is_due:
+            found.update(np.zeros((0, 10)), np.zeros(0, np.int64))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["random", "reversed", "long", "short"])
+def test_wrong_predictions_become_what_was_served(kind):
+    """Corrected, all answers together are expected to be as long as those before were."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(np.ceil(rng.exponential(25, 400)), 100)
+    places = LengthBuckets.equal_width(100).bucket_of(lengths)
+    said = {
+        "random": rng.permutation(places),
+        "reversed": 9 - places,
+        "long": np.full(400, 9),
+        "short": np.zeros(400, np.int64),
+    }[kind]
+    predicted = _one_hot(said)
+    found = _served(predicted, lengths)
+    assert found.trust < 10
+    buckets = LengthBuckets.equal_width(100)
+    before, after = (
+        LengthDistributions(buckets, rows).expected_remaining().mean()
+        for rows in (predicted, found.corrected(predicted))
+    )
+    assert abs(after - lengths.mean()) < 0.1 * lengths.mean()
+    assert kind == "random" or abs(before - lengths.mean()) > 0.1 * lengths.mean()
+
+
+def test_right_predictions_stay():
+    """Predictions that say more than the answers of their class did are left as they are."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 101, 300)
+    predicted = _one_hot(LengthBuckets.equal_width(100).bucket_of(lengths), 0.99)
+    found = _served(predicted, lengths)
+    np.testing.assert_allclose(found.corrected(predicted), predicted, atol=0.02)
+
+
+def test_answers_that_run_count_for_what_they_have_passed():
+    """Short answers end first: what still runs shows that not all are short."""
+    row = np.full(10, 0.1)
+    found = _served(np.tile(row, (20, 1)), np.full(20, 5))
+    short = found.corrected(row[None])[0, 0]
+    found.update(np.tile(row, (60, 1)), np.full(60, 50))
+    assert found.corrected(row[None])[0, 0] < 0.4 < 0.8 < short
+    assert found.corrected(row[None])[0, 1:5].sum() < 0.1

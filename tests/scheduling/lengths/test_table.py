@@ -52,3 +52,21 @@ def test_a_sequence_without_a_row_may_have_any_length():
     assert table.at(rows).tolist() == [0, 7]
     table.drop(1)
     assert not table.has_own(table.rows_of([1, 2]))
+
+
+def test_rows_are_corrected_by_answers_that_ended():
+    """Answers that were predicted short and are long make others longer, those that begin too."""
+    table = LengthTable(BUCKETS)
+    short = LengthPrediction(BUCKETS, np.asarray([0.97, 0.01, 0.01, 0.01]))
+    table.put(0, short, 0)
+    table.put(1, short, 5)
+    for key in range(2, 12):
+        table.put(key, short, 0)
+        table.note_end(key, 35, is_whole=True)
+        table.drop(key)
+        if table.is_correction_due:
+            table.correct([(0, 30)])
+    table.put(2, short, 0)
+    longest = table.distributions(table.rows_of([0, 1, 2])).probabilities[:, 3]
+    assert longest[0] == longest[2] > 0.5 and longest[1] == 0.01, "a reading stays as it was"
+    np.testing.assert_allclose(table.probabilities(table.rows_of([0])), [short.probabilities])
