@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar, final, get_args
@@ -362,6 +362,21 @@ class Fields:
     nullable: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     pad_token_id: int | None = None  # the same of this field, which classifiers alone read
+
+    @classmethod
+    def of(
+        cls,
+        *shared: Mapping[str, Any],
+        without: Collection[str] = (),
+        nullable: tuple[str, ...] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        pad_token_id: int | None = None,
+        **own: Any,
+    ) -> Self:
+        """Return the fields of several tables, except some, and those of this family alone."""
+        known = {name: value for table in (*shared, own) for name, value in table.items()}
+        defaults = {name: value for name, value in known.items() if name not in without}
+        return cls(defaults, nullable, aliases, pad_token_id)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return `model_type` and all values; raise UnsupportedModelError for null fields."""

@@ -6,14 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from jaxserve.models.config import DecoderConfig, windows_by_kind
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.layers import Block, GatedMLP
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
 
-# Fields that Llama and its relatives share.
+# Fields that Llama and its relatives share, with Llama's defaults.
 ROTARY_FIELDS = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
     num_attention_heads=32,
+    num_key_value_heads=None,
+    max_position_embeddings=2048,
     hidden_act="silu",
     rms_norm_eps=1e-6,
     rope_parameters=None,
@@ -77,6 +84,11 @@ class LlamaBlock(Block):
     mlp_class = GatedMLP
 
 
+@final
+class LlamaDecoder(Decoder):
+    block_class = LlamaBlock
+
+
 def attention_weights(
     config: DecoderConfig, *, order: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Weight]:
@@ -121,6 +133,11 @@ def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
         "blocks.mlp.down": Weight.of(mlp + "down_proj.weight", "m e", "e m"),
         "blocks.mlp.bdown": Weight.of(mlp + "down_proj.bias"),
     }
+
+
+def llama_weights(config: DecoderConfig) -> dict[str, Weight]:
+    """Return the weights of a decoder of `LlamaBlock`s under Llama's names."""
+    return attention_weights(config) | mlp_weights()
 
 
 def two_layer_weights(up: str = "up_proj", down: str = "down_proj") -> dict[str, Weight]:

@@ -41,20 +41,15 @@ _ROTATION = dict(
 # Constants of the activation, which checkpoints also have as tensors.
 _BETA, _EPS = 0.5, -1e-6
 _FIELDS = {
-    "apertus": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=131072,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_key_value_heads=None,
-            hidden_act="xielu",
-            max_position_embeddings=65536,
-            rms_norm_eps=1e-5,
-            rope_theta=12e6,
-            attention_bias=False,
-        )
+    "apertus": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=131072,
+        intermediate_size=14336,
+        hidden_act="xielu",
+        max_position_embeddings=65536,
+        rms_norm_eps=1e-5,
+        rope_theta=12e6,
+        attention_bias=False,
     )
 }
 

@@ -39,21 +39,17 @@ MAMBA_FIELDS = dict(
 )
 NULLABLE_MAMBA_FIELDS = ("mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
 _FIELDS = {
-    "bamba": Fields(
-        ROTARY_FIELDS
-        | MAMBA_FIELDS
-        | dict(
-            vocab_size=128000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
-            attention_bias=False,
-            mlp_bias=False,
-            attn_layer_indices=None,
-        ),
+    "bamba": Fields.of(
+        ROTARY_FIELDS,
+        MAMBA_FIELDS,
+        vocab_size=128000,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        mlp_bias=False,
+        attn_layer_indices=None,
         nullable=("num_key_value_heads", *NULLABLE_MAMBA_FIELDS),
     )
 }

@@ -38,67 +38,54 @@ GEMMA_FIELDS = dict(
     layer_types=None,
     use_bidirectional_attention=None,
 )
-_GEMMA2 = Fields(
-    GEMMA_FIELDS
-    | dict(
-        vocab_size=256000,
-        num_hidden_layers=26,
-        max_position_embeddings=8192,
-        rope_scaling=None,
-        rope_theta=1e4,
-        query_pre_attn_scalar=256,
-        sliding_window=4096,
-        final_logit_softcapping=30.0,
-        attn_logit_softcapping=50.0,
-    ),
+_GEMMA2 = Fields.of(
+    GEMMA_FIELDS,
+    vocab_size=256000,
+    num_hidden_layers=26,
+    max_position_embeddings=8192,
+    rope_scaling=None,
+    rope_theta=1e4,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0,
     nullable=("sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
     pad_token_id=0,
 )
 _FIELDS = {
-    "gemma": Fields(
-        dict(
-            vocab_size=256000,
-            hidden_size=3072,
-            intermediate_size=24576,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            head_dim=256,
-            hidden_act="gelu_pytorch_tanh",
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-            rope_parameters=None,
-            rope_scaling=None,
-            rope_theta=1e4,
-            attention_bias=False,
-            use_bidirectional_attention=None,
-        ),
+    "gemma": Fields.of(
+        vocab_size=256000,
+        hidden_size=3072,
+        intermediate_size=24576,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=256,
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters=None,
+        rope_scaling=None,
+        rope_theta=1e4,
+        attention_bias=False,
+        use_bidirectional_attention=None,
         pad_token_id=0,
     ),
     "gemma2": _GEMMA2,
-    "vaultgemma": Fields(
-        {
-            name: default
-            for name, default in _GEMMA2.defaults.items()
-            if name != "use_bidirectional_attention"
-        },
-        nullable=_GEMMA2.nullable,
+    "vaultgemma": Fields.of(
+        _GEMMA2.defaults, without=("use_bidirectional_attention",), nullable=_GEMMA2.nullable
     ),
-    "gemma3_text": Fields(
-        {
-            **_GEMMA2.defaults,
-            **dict(
-                vocab_size=262208,
-                max_position_embeddings=131072,
-                rope_theta=1e6,
-                rope_local_base_freq=1e4,
-                sliding_window_pattern=6,
-                final_logit_softcapping=None,
-                attn_logit_softcapping=None,
-                use_bidirectional_attention=False,
-            ),
-        },
+    "gemma3_text": Fields.of(
+        _GEMMA2.defaults,
+        vocab_size=262208,
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+        final_logit_softcapping=None,
+        attn_logit_softcapping=None,
+        use_bidirectional_attention=False,
         nullable=("sliding_window", "use_bidirectional_attention"),
         pad_token_id=0,
     ),

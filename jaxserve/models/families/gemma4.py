@@ -30,23 +30,21 @@ from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
 _FIELDS = {
-    "gemma4_text": Fields(
-        GEMMA_FIELDS
-        | dict(
-            vocab_size=262144,
-            num_hidden_layers=30,
-            global_head_dim=512,
-            num_global_key_value_heads=None,
-            max_position_embeddings=131072,
-            sliding_window=512,
-            final_logit_softcapping=None,
-            vocab_size_per_layer_input=262144,
-            hidden_size_per_layer_input=256,
-            attention_k_eq_v=False,
-            num_kv_shared_layers=0,
-            enable_moe_block=False,
-            use_double_wide_mlp=False,
-        ),
+    "gemma4_text": Fields.of(
+        GEMMA_FIELDS,
+        vocab_size=262144,
+        num_hidden_layers=30,
+        global_head_dim=512,
+        num_global_key_value_heads=None,
+        max_position_embeddings=131072,
+        sliding_window=512,
+        final_logit_softcapping=None,
+        vocab_size_per_layer_input=262144,
+        hidden_size_per_layer_input=256,
+        attention_k_eq_v=False,
+        num_kv_shared_layers=0,
+        enable_moe_block=False,
+        use_double_wide_mlp=False,
         pad_token_id=0,
     )
 }

@@ -22,59 +22,52 @@ from jaxserve.models.llama_form import (
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight, neighbours
 
-_GLM = Fields(
-    ROTARY_FIELDS
-    | dict(
-        vocab_size=151552,
-        hidden_size=4096,
-        intermediate_size=13696,
-        num_hidden_layers=40,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1.5625e-7,
-        partial_rotary_factor=0.5,
-        attention_bias=True,
-    ),
+_GLM = Fields.of(
+    ROTARY_FIELDS,
+    vocab_size=151552,
+    intermediate_size=13696,
+    num_hidden_layers=40,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1.5625e-7,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
     pad_token_id=151329,
 )
 _FIELDS = {
     "glm": Fields(_GLM.defaults, nullable=("head_dim", "num_key_value_heads"), pad_token_id=151329),
     "glm4": _GLM,
-    "ernie4_5": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=103424,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=18,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            head_dim=128,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=5e5,
-            tie_word_embeddings=True,
-            use_bias=False,
-        ),
+    "ernie4_5": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=103424,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        tie_word_embeddings=True,
+        use_bias=False,
         nullable=("head_dim", "num_key_value_heads", "use_bias"),
     ),
-    "helium": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=48000,
-            hidden_size=2560,
-            intermediate_size=7040,
-            num_hidden_layers=24,
-            num_attention_heads=20,
-            num_key_value_heads=20,
-            head_dim=128,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-8,
-            rope_theta=1e5,
-            attention_bias=False,
-            mlp_bias=False,
-        ),
+    "helium": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=48000,
+        hidden_size=2560,
+        intermediate_size=7040,
+        num_hidden_layers=24,
+        num_attention_heads=20,
+        num_key_value_heads=20,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-8,
+        rope_theta=1e5,
+        attention_bias=False,
+        mlp_bias=False,
         pad_token_id=3,
     ),
 }

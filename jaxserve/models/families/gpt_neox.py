@@ -15,24 +15,22 @@ from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, layer_norm
 
 _FIELDS = {
-    "gpt_neox": Fields(
-        dict(
-            vocab_size=50432,
-            hidden_size=6144,
-            num_hidden_layers=44,
-            num_attention_heads=64,
-            intermediate_size=24576,
-            hidden_act="gelu",
-            max_position_embeddings=2048,
-            layer_norm_eps=1e-5,
-            tie_word_embeddings=False,
-            use_parallel_residual=True,
-            rope_parameters=None,
-            rope_scaling=None,
-            rotary_emb_base=1e4,
-            rotary_pct=0.25,
-            attention_bias=True,
-        )
+    "gpt_neox": Fields.of(
+        vocab_size=50432,
+        hidden_size=6144,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        intermediate_size=24576,
+        hidden_act="gelu",
+        max_position_embeddings=2048,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_parallel_residual=True,
+        rope_parameters=None,
+        rope_scaling=None,
+        rotary_emb_base=1e4,
+        rotary_pct=0.25,
+        attention_bias=True,
     )
 }
 

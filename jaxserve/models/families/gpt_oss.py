@@ -21,27 +21,26 @@ from jaxserve.models.routing import ClampedGate, ExpertsConfig
 from jaxserve.models.weights import Weight
 
 _FIELDS = {
-    "gpt_oss": Fields(
-        {name: value for name, value in ROTARY_FIELDS.items() if name != "hidden_act"}
-        | dict(
-            vocab_size=201088,
-            hidden_size=2880,
-            intermediate_size=2880,
-            num_hidden_layers=36,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=150000.0,
-            attention_bias=True,
-            sliding_window=128,
-            layer_types=None,
-            num_local_experts=128,
-            num_experts_per_tok=4,
-            swiglu_alpha=1.702,
-            swiglu_limit=7.0,
-        ),
+    "gpt_oss": Fields.of(
+        ROTARY_FIELDS,
+        without=("hidden_act",),
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        attention_bias=True,
+        sliding_window=128,
+        layer_types=None,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
         nullable=("sliding_window",),
         aliases={"num_experts": "num_local_experts"},
     )

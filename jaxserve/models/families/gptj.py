@@ -16,19 +16,17 @@ from jaxserve.models.norms import LayerNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight, layer_norm, neighbours, split_qkv
 
-_GPTJ = Fields(
-    dict(
-        vocab_size=50400,
-        n_positions=2048,
-        n_embd=4096,
-        n_layer=28,
-        n_head=16,
-        rotary_dim=64,
-        n_inner=None,
-        activation_function="gelu_new",
-        layer_norm_epsilon=1e-5,
-        tie_word_embeddings=False,
-    ),
+_GPTJ = Fields.of(
+    vocab_size=50400,
+    n_positions=2048,
+    n_embd=4096,
+    n_layer=28,
+    n_head=16,
+    rotary_dim=64,
+    n_inner=None,
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    tie_word_embeddings=False,
     aliases=GPT_ALIASES,
 )
 _FIELDS = {"gptj": _GPTJ, "codegen": _GPTJ}

@@ -16,8 +16,7 @@ from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, scaled
 from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
-    attention_weights,
-    mlp_weights,
+    llama_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.norms import RMSNorm
@@ -32,19 +31,11 @@ FACTORS = dict(
     attention_multiplier=1.0,
 )
 _FIELDS = {
-    "granite": Fields(
-        ROTARY_FIELDS
-        | FACTORS
-        | dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_hidden_layers=32,
-            num_key_value_heads=None,
-            max_position_embeddings=2048,
-            attention_bias=False,
-            mlp_bias=False,
-        ),
+    "granite": Fields.of(
+        ROTARY_FIELDS,
+        FACTORS,
+        attention_bias=False,
+        mlp_bias=False,
     )
 }
 
@@ -125,9 +116,4 @@ class Granite(Decoder):
         return scaled(self._embedded(tokens, adapter), config.embedding_scale)
 
 
-FAMILY = Family(
-    fields=_FIELDS,
-    config=GraniteConfig,
-    decoder=Granite,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
-)
+FAMILY = Family(fields=_FIELDS, config=GraniteConfig, decoder=Granite, weights=llama_weights)

@@ -35,24 +35,16 @@ from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
 _FIELDS = {
-    "granitemoehybrid": Fields(
-        ROTARY_FIELDS
-        | FACTORS
-        | MAMBA_FIELDS
-        | dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=11008,
-            shared_intermediate_size=1024,
-            num_hidden_layers=32,
-            num_key_value_heads=None,
-            max_position_embeddings=2048,
-            attention_bias=False,
-            position_embedding_type=None,
-            layer_types=None,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-        ),
+    "granitemoehybrid": Fields.of(
+        ROTARY_FIELDS,
+        FACTORS,
+        MAMBA_FIELDS,
+        shared_intermediate_size=1024,
+        attention_bias=False,
+        position_embedding_type=None,
+        layer_types=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
         nullable=NULLABLE_MAMBA_FIELDS,
         aliases={"layers_block_type": "layer_types"},
     )

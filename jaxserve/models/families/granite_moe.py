@@ -30,12 +30,6 @@ _SIZES = (
     ROTARY_FIELDS
     | FACTORS
     | dict(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_key_value_heads=None,
-        max_position_embeddings=2048,
         attention_bias=False,
         num_local_experts=8,
         num_experts_per_tok=2,

@@ -24,18 +24,15 @@ from jaxserve.models.weights import Weight
 
 _DENSE = ROTARY_FIELDS | dict(
     vocab_size=290943,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_key_value_heads=None,
-    max_position_embeddings=2048,
     rms_norm_eps=1e-5,
     attention_bias=False,
 )
 _FIELDS = {
     "hunyuan_v1_dense": Fields(_DENSE, pad_token_id=0),
-    "hunyuan_v1_moe": Fields(
-        _DENSE | dict(num_experts=1, moe_topk=1),
+    "hunyuan_v1_moe": Fields.of(
+        _DENSE,
+        num_experts=1,
+        moe_topk=1,
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         pad_token_id=0,
     ),

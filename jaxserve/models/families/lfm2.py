@@ -41,32 +41,28 @@ _SHARED = dict(
     layer_types=None,
 )
 _FIELDS = {
-    "lfm2": Fields(
-        _SHARED
-        | dict(
-            hidden_size=2560,
-            intermediate_size=12288,
-            block_multiple_of=256,
-            block_ffn_dim_multiplier=1.0,
-            block_auto_adjust_ff_dim=True,
-            full_attn_idxs=None,
-        ),
+    "lfm2": Fields.of(
+        _SHARED,
+        hidden_size=2560,
+        intermediate_size=12288,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+        full_attn_idxs=None,
         # Names of the first releases.
         aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     ),
-    "lfm2_moe": Fields(
-        _SHARED
-        | dict(
-            hidden_size=2048,
-            intermediate_size=7168,
-            moe_intermediate_size=1792,
-            num_dense_layers=2,
-            num_experts=32,
-            num_experts_per_tok=4,
-            use_expert_bias=True,
-            routed_scaling_factor=1.0,
-            norm_topk_prob=True,
-        ),
+    "lfm2_moe": Fields.of(
+        _SHARED,
+        hidden_size=2048,
+        intermediate_size=7168,
+        moe_intermediate_size=1792,
+        num_dense_layers=2,
+        num_experts=32,
+        num_experts_per_tok=4,
+        use_expert_bias=True,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=True,
         aliases={"tie_embedding": "tie_word_embeddings"},
     ),
 }

@@ -44,22 +44,23 @@ _MAMBA = _SHARED | dict(
     tie_word_embeddings=True,
 )
 _FIELDS = {
-    "mamba2": Fields(
-        _SHARED
-        | dict(
-            num_heads=128,
-            head_dim=64,
-            vocab_size=32768,
-            hidden_size=4096,
-            state_size=128,
-            num_hidden_layers=64,
-            n_groups=8,
-            time_step_limit=(0.0, math.inf),
-            tie_word_embeddings=False,
-        )
+    "mamba2": Fields.of(
+        _SHARED,
+        num_heads=128,
+        head_dim=64,
+        vocab_size=32768,
+        hidden_size=4096,
+        state_size=128,
+        num_hidden_layers=64,
+        n_groups=8,
+        time_step_limit=(0.0, math.inf),
+        tie_word_embeddings=False,
     ),
     "mamba": Fields(_MAMBA),
-    "falcon_mamba": Fields(_MAMBA | dict(mixer_rms_eps=1e-6)),
+    "falcon_mamba": Fields.of(
+        _MAMBA,
+        mixer_rms_eps=1e-6,
+    ),
 }
 
 

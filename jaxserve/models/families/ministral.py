@@ -7,45 +7,35 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, QueryGrowth, check_is
-from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
-    LlamaBlock,
-    attention_weights,
-    mlp_weights,
+    LlamaDecoder,
+    llama_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.rope import Rope, rope_fields
 
 _FIELDS = {
-    "ministral": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            sliding_window=4096,
-            layer_types=None,
-        ),
+    "ministral": Fields.of(
+        ROTARY_FIELDS,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+        layer_types=None,
         nullable=("sliding_window",),
     ),
-    "ministral3": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=131072,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=34,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
-            sliding_window=None,
-        ),
+    "ministral3": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=131072,
+        intermediate_size=14336,
+        num_hidden_layers=34,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
         pad_token_id=11,
     ),
 }
@@ -90,14 +80,4 @@ def _query_growth(given: Mapping[str, Any]) -> QueryGrowth | None:
     return QueryGrowth(beta=float(beta), period=int(period)) if beta else None
 
 
-@final
-class Ministral(Decoder):
-    block_class = LlamaBlock
-
-
-FAMILY = Family(
-    fields=_FIELDS,
-    config=MinistralConfig,
-    decoder=Ministral,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
-)
+FAMILY = Family(fields=_FIELDS, config=MinistralConfig, decoder=LlamaDecoder, weights=llama_weights)

@@ -15,18 +15,16 @@ from jaxserve.models.norms import LayerNorm
 from jaxserve.models.weights import Weight, layer_norm
 
 _FIELDS = {
-    "mpt": Fields(
-        dict(
-            d_model=2048,
-            n_heads=16,
-            n_layers=24,
-            expansion_ratio=4,
-            max_seq_len=2048,
-            vocab_size=50368,
-            layer_norm_epsilon=1e-5,
-            attn_config=None,
-            tie_word_embeddings=True,
-        ),
+    "mpt": Fields.of(
+        d_model=2048,
+        n_heads=16,
+        n_layers=24,
+        expansion_ratio=4,
+        max_seq_len=2048,
+        vocab_size=50368,
+        layer_norm_epsilon=1e-5,
+        attn_config=None,
+        tie_word_embeddings=True,
         aliases={
             "num_attention_heads": "n_heads",
             "hidden_size": "d_model",

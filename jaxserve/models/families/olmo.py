@@ -17,8 +17,7 @@ from jaxserve.models.layers import Block, GatedMLP
 from jaxserve.models.linear import SumsRows
 from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
-    attention_weights,
-    mlp_weights,
+    llama_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.param_maker import ParamMaker
@@ -26,18 +25,12 @@ from jaxserve.models.rope import Rope
 
 _EPS = 1e-5  # which no field of config.json sets
 _FIELDS = {
-    "olmo": Fields(
-        {name: default for name, default in ROTARY_FIELDS.items() if name != "rms_norm_eps"}
-        | dict(
-            vocab_size=50304,
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_hidden_layers=32,
-            num_key_value_heads=None,
-            max_position_embeddings=2048,
-            attention_bias=False,
-            clip_qkv=None,
-        ),
+    "olmo": Fields.of(
+        ROTARY_FIELDS,
+        without=("rms_norm_eps",),
+        vocab_size=50304,
+        attention_bias=False,
+        clip_qkv=None,
         pad_token_id=1,
     )
 }
@@ -86,9 +79,4 @@ class Olmo(Decoder):
     block_class = OlmoBlock
 
 
-FAMILY = Family(
-    fields=_FIELDS,
-    config=OlmoConfig,
-    decoder=Olmo,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
-)
+FAMILY = Family(fields=_FIELDS, config=OlmoConfig, decoder=Olmo, weights=llama_weights)

@@ -30,35 +30,28 @@ from jaxserve.models.weights import Weight
 
 _OLMO2 = ROTARY_FIELDS | dict(
     vocab_size=50304,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_key_value_heads=None,
-    max_position_embeddings=2048,
     attention_bias=False,
     rms_norm_eps=1e-5,
 )
 _FIELDS = {
     "olmo2": Fields(_OLMO2, pad_token_id=1),
-    "olmo3": Fields(
-        _OLMO2 | dict(rope_theta=5e5, sliding_window=4096, layer_types=None),
+    "olmo3": Fields.of(
+        _OLMO2,
+        rope_theta=5e5,
+        sliding_window=4096,
+        layer_types=None,
         nullable=("sliding_window",),
         pad_token_id=1,
     ),
-    "exaone4": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=102400,
-            hidden_size=4096,
-            intermediate_size=16384,
-            num_hidden_layers=32,
-            num_key_value_heads=32,
-            max_position_embeddings=2048,
-            rms_norm_eps=1e-5,
-            sliding_window=4096,
-            sliding_window_pattern=4,
-            layer_types=None,
-        ),
+    "exaone4": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=102400,
+        intermediate_size=16384,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+        layer_types=None,
         nullable=("sliding_window", "sliding_window_pattern"),
     ),
 }

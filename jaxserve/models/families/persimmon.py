@@ -15,23 +15,21 @@ from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, layer_norm
 
 _FIELDS = {
-    "persimmon": Fields(
-        dict(
-            vocab_size=262144,
-            hidden_size=4096,
-            intermediate_size=16384,
-            num_hidden_layers=36,
-            num_attention_heads=64,
-            hidden_act="relu2",
-            max_position_embeddings=16384,
-            layer_norm_eps=1e-5,
-            tie_word_embeddings=False,
-            rope_parameters=None,
-            rope_scaling=None,
-            rope_theta=1e4,
-            partial_rotary_factor=0.5,
-            qk_layernorm=True,
-        )
+    "persimmon": Fields.of(
+        vocab_size=262144,
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        hidden_act="relu2",
+        max_position_embeddings=16384,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters=None,
+        rope_scaling=None,
+        rope_theta=1e4,
+        partial_rotary_factor=0.5,
+        qk_layernorm=True,
     )
 }
 

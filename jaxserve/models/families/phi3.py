@@ -8,12 +8,11 @@ from typing import Any, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
-from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
-    LlamaBlock,
+    LlamaDecoder,
     attention_weights,
     rotary_decoder_fields,
 )
@@ -21,20 +20,16 @@ from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, fused_qkv
 
 _FIELDS = {
-    "phi3": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=32064,
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_hidden_layers=32,
-            num_key_value_heads=None,
-            max_position_embeddings=4096,
-            original_max_position_embeddings=4096,
-            partial_rotary_factor=1.0,
-            rms_norm_eps=1e-5,
-            sliding_window=None,
-        ),
+    "phi3": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        partial_rotary_factor=1.0,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
         pad_token_id=32000,
     )
 }
@@ -69,11 +64,6 @@ def _rotation(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": kind, "original_max_position_embeddings": original}
 
 
-@final
-class Phi3(Decoder):
-    block_class = LlamaBlock
-
-
 def _weights(config: Phi3Config) -> dict[str, Weight]:
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
     sizes = dict(num_kv_heads=config.num_kv_heads, group=config.group, head_dim=config.head_dim)
@@ -85,4 +75,4 @@ def _weights(config: Phi3Config) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=Phi3Config, decoder=Phi3, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=Phi3Config, decoder=LlamaDecoder, weights=_weights)

@@ -25,24 +25,20 @@ from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight, layer_norm
 
 _FIELDS = {
-    "phimoe": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=32064,
-            hidden_size=4096,
-            intermediate_size=6400,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=1e6,
-            sliding_window=None,
-            attention_bias=False,
-            lm_head_bias=False,
-            num_experts_per_tok=2,
-            num_local_experts=16,
-            router_jitter_noise=0.01,
-        )
+    "phimoe": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=32064,
+        intermediate_size=6400,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        attention_bias=False,
+        lm_head_bias=False,
+        num_experts_per_tok=2,
+        num_local_experts=16,
+        router_jitter_noise=0.01,
     )
 }
 

@@ -49,44 +49,37 @@ _EXPERTS = dict(
     num_experts_per_tok=10,
 )
 _FIELDS = {
-    "qwen3_next": Fields(
-        _SHARED
-        | _EXPERTS
-        | dict(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=5632,
-            num_hidden_layers=48,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            decoder_sparse_step=1,
-            mlp_only_layers=None,
-            norm_topk_prob=True,
-        )
+    "qwen3_next": Fields.of(
+        _SHARED,
+        _EXPERTS,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        decoder_sparse_step=1,
+        mlp_only_layers=None,
+        norm_topk_prob=True,
     ),
-    "qwen3_5_moe_text": Fields(
-        _SHARED
-        | _EXPERTS
-        | dict(
-            vocab_size=248320,
-            hidden_size=2048,
-            num_hidden_layers=40,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            num_experts=256,
-            num_experts_per_tok=8,
-        )
+    "qwen3_5_moe_text": Fields.of(
+        _SHARED,
+        _EXPERTS,
+        without=("intermediate_size",),
+        vocab_size=248320,
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        num_experts=256,
+        num_experts_per_tok=8,
     ),
-    "qwen3_5_text": Fields(
-        _SHARED
-        | dict(
-            vocab_size=248320,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=32,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-        ),
+    "qwen3_5_text": Fields.of(
+        _SHARED,
+        vocab_size=248320,
+        intermediate_size=12288,
+        num_attention_heads=16,
+        num_key_value_heads=4,
     ),
 }
 

@@ -7,33 +7,28 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, check_is
-from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
-    LlamaBlock,
-    attention_weights,
-    mlp_weights,
+    LlamaDecoder,
+    llama_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.rope import Rope
 
 _FIELDS = {
-    "seed_oss": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=155136,
-            hidden_size=4096,
-            intermediate_size=27648,
-            num_hidden_layers=64,
-            num_attention_heads=80,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=524288,
-            attention_bias=True,
-            attention_out_bias=False,
-            mlp_bias=False,
-        ),
+    "seed_oss": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=155136,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=80,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=524288,
+        attention_bias=True,
+        attention_out_bias=False,
+        mlp_bias=False,
         nullable=("num_key_value_heads", "head_dim"),
         pad_token_id=1,
     )
@@ -59,14 +54,4 @@ class SeedOssConfig(DecoderConfig):
         )
 
 
-@final
-class SeedOss(Decoder):
-    block_class = LlamaBlock
-
-
-FAMILY = Family(
-    fields=_FIELDS,
-    config=SeedOssConfig,
-    decoder=SeedOss,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
-)
+FAMILY = Family(fields=_FIELDS, config=SeedOssConfig, decoder=LlamaDecoder, weights=llama_weights)

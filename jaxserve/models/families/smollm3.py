@@ -8,38 +8,33 @@ from typing import Any, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, check_is
-from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     ROTARY_FIELDS,
-    LlamaBlock,
-    attention_weights,
-    mlp_weights,
+    LlamaDecoder,
+    llama_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.rope import Rope
 
 _FIELDS = {
-    "smollm3": Fields(
-        ROTARY_FIELDS
-        | dict(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=11008,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-            rope_theta=2e6,
-            use_sliding_window=False,
-            sliding_window=None,
-            no_rope_layers=None,
-            no_rope_layer_interval=4,
-            layer_types=None,
-            attention_bias=False,
-            mlp_bias=False,
-            tie_word_embeddings=True,
-        ),
+    "smollm3": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rope_theta=2e6,
+        use_sliding_window=False,
+        sliding_window=None,
+        no_rope_layers=None,
+        no_rope_layer_interval=4,
+        layer_types=None,
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
         nullable=("num_key_value_heads",),
         pad_token_id=128004,
     )
@@ -90,14 +85,4 @@ def _rotated_layers(given: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in flags[:num_layers])
 
 
-@final
-class SmolLM3(Decoder):
-    block_class = LlamaBlock
-
-
-FAMILY = Family(
-    fields=_FIELDS,
-    config=SmolLM3Config,
-    decoder=SmolLM3,
-    weights=lambda config: attention_weights(config) | mlp_weights(),
-)
+FAMILY = Family(fields=_FIELDS, config=SmolLM3Config, decoder=LlamaDecoder, weights=llama_weights)

@@ -29,7 +29,6 @@ _COHERE = _SHARED | dict(
     intermediate_size=22528,
     num_hidden_layers=40,
     num_attention_heads=64,
-    num_key_value_heads=None,
     max_position_embeddings=8192,
     layer_norm_eps=1e-5,
     logit_scale=0.0625,
@@ -37,75 +36,65 @@ _COHERE = _SHARED | dict(
     attention_bias=False,
 )
 _FIELDS = {
-    "stablelm": Fields(
-        _SHARED
-        | dict(
-            vocab_size=50304,
-            hidden_size=2560,
-            intermediate_size=6912,
-            num_hidden_layers=32,
-            num_key_value_heads=32,
-            max_position_embeddings=4096,
-            layer_norm_eps=1e-5,
-            partial_rotary_factor=0.25,
-            use_qkv_bias=False,
-            qk_layernorm=False,
-            use_parallel_residual=False,
-        )
+    "stablelm": Fields.of(
+        _SHARED,
+        vocab_size=50304,
+        hidden_size=2560,
+        intermediate_size=6912,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        layer_norm_eps=1e-5,
+        partial_rotary_factor=0.25,
+        use_qkv_bias=False,
+        qk_layernorm=False,
+        use_parallel_residual=False,
     ),
-    "starcoder2": Fields(
-        _SHARED
-        | dict(
-            vocab_size=49152,
-            hidden_size=3072,
-            intermediate_size=12288,
-            num_hidden_layers=30,
-            num_attention_heads=24,
-            num_key_value_heads=2,
-            hidden_act="gelu_pytorch_tanh",
-            max_position_embeddings=4096,
-            norm_epsilon=1e-5,
-            sliding_window=None,
-            use_bias=True,
-            tie_word_embeddings=True,
-        )
+    "starcoder2": Fields.of(
+        _SHARED,
+        vocab_size=49152,
+        hidden_size=3072,
+        intermediate_size=12288,
+        num_hidden_layers=30,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=4096,
+        norm_epsilon=1e-5,
+        sliding_window=None,
+        use_bias=True,
+        tie_word_embeddings=True,
     ),
-    "nemotron": Fields(
-        _SHARED
-        | dict(
-            vocab_size=256000,
-            hidden_size=6144,
-            intermediate_size=24576,
-            num_hidden_layers=32,
-            num_attention_heads=48,
-            num_key_value_heads=None,
-            hidden_act="relu2",
-            max_position_embeddings=4096,
-            norm_eps=1e-5,
-            partial_rotary_factor=0.5,
-            attention_bias=False,
-            mlp_bias=False,
-        )
+    "nemotron": Fields.of(
+        _SHARED,
+        vocab_size=256000,
+        hidden_size=6144,
+        intermediate_size=24576,
+        num_attention_heads=48,
+        hidden_act="relu2",
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        attention_bias=False,
+        mlp_bias=False,
     ),
-    "jais2": Fields(
-        _SHARED
-        | dict(
-            vocab_size=150272,
-            hidden_size=3328,
-            intermediate_size=26624,
-            num_hidden_layers=32,
-            num_attention_heads=26,
-            num_key_value_heads=None,
-            hidden_act="relu2",
-            max_position_embeddings=8192,
-            layer_norm_eps=1e-5,
-            attention_bias=True,
-            mlp_bias=True,
-        )
+    "jais2": Fields.of(
+        _SHARED,
+        vocab_size=150272,
+        hidden_size=3328,
+        intermediate_size=26624,
+        num_attention_heads=26,
+        hidden_act="relu2",
+        max_position_embeddings=8192,
+        layer_norm_eps=1e-5,
+        attention_bias=True,
+        mlp_bias=True,
     ),
-    "cohere": Fields(_COHERE | dict(rope_theta=5e5, use_qk_norm=False), nullable=("use_qk_norm",)),
-    "cohere2": Fields(
-        _COHERE | dict(sliding_window=4096, sliding_window_pattern=4, layer_types=None),
+    "cohere": Fields.of(_COHERE, rope_theta=5e5, use_qk_norm=False, nullable=("use_qk_norm",)),
+    "cohere2": Fields.of(
+        _COHERE,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+        layer_types=None,
         nullable=("sliding_window",),
     ),
 }

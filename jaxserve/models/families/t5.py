@@ -23,26 +23,24 @@ from jaxserve.models.weights import Tensor, Weight, gate_and_up
 # Relative positions have no longest context; this bounds the tables of a runtime.
 _MAX_POSITIONS = 32768
 _HEAD = "lm_head.weight"
-_T5 = Fields(
-    dict(
-        vocab_size=32128,
-        d_model=512,
-        d_kv=64,
-        d_ff=2048,
-        num_layers=6,
-        num_decoder_layers=None,
-        num_heads=8,
-        relative_attention_num_buckets=32,
-        relative_attention_max_distance=128,
-        layer_norm_epsilon=1e-6,
-        feed_forward_proj="relu",
-        is_encoder_decoder=True,
-        pad_token_id=0,
-        decoder_start_token_id=None,
-        tie_word_embeddings=True,
-        scale_decoder_outputs=True,
-        n_positions=None,
-    ),
+_T5 = Fields.of(
+    dict(pad_token_id=0),  # which all T5 models read
+    vocab_size=32128,
+    d_model=512,
+    d_kv=64,
+    d_ff=2048,
+    num_layers=6,
+    num_decoder_layers=None,
+    num_heads=8,
+    relative_attention_num_buckets=32,
+    relative_attention_max_distance=128,
+    layer_norm_epsilon=1e-6,
+    feed_forward_proj="relu",
+    is_encoder_decoder=True,
+    decoder_start_token_id=None,
+    tie_word_embeddings=True,
+    scale_decoder_outputs=True,
+    n_positions=None,
     nullable=("pad_token_id", "tie_word_embeddings", "scale_decoder_outputs"),
     aliases={
         "hidden_size": "d_model",
