@@ -159,6 +159,20 @@ def is_partitioned() -> bool:
     )
 
 
+def require_whole() -> None:
+    """Raise NotImplementedError if XLA will partition the current trace."""
+    if is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
+
+
+def require_cpu() -> None:
+    """Raise NotImplementedError unless the current trace is compiled for one CPU."""
+    platform = target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    require_whole()
+
+
 def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"

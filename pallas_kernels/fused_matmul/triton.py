@@ -44,8 +44,7 @@ def fused_matmul(
     """Implement `api.fused_matmul`; `interpret` runs on any platform, for tests."""
     if not interpret:
         gpu.require_triton()
-        if dispatch.is_partitioned():
-            raise NotImplementedError("XLA cannot partition it over a mesh")
+        dispatch.require_whole()
     given = (x, weight, *(each for each in (bias, residual) if each is not None))
     if {each.dtype.name for each in given} != {"bfloat16"}:
         raise NotImplementedError(

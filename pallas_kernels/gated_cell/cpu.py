@@ -31,11 +31,7 @@ def gated_cell(
     kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]
 ) -> tuple[Float[Array, "batch hidden"], ...]:
     """Implement `api.gated_cell`. The bits of a row do not depend on the other rows."""
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
+    dispatch.require_cpu()
     if kind not in NUMBERS:
         raise NotImplementedError(f"it serves {tuple(NUMBERS)}, not {kind}")
     (product,) = products
@@ -168,9 +164,7 @@ def gated_tasks(
     Raises:
       NotImplementedError: it cannot serve this cell, for the given reason.
     """
-    platform = dispatch.target_platform()
-    if platform != "cpu" or dispatch.is_partitioned():
-        raise NotImplementedError(f"it serves one CPU, not {platform} or a mesh")
+    dispatch.require_cpu()
     if cell.kind not in _KINDS or len(cell.products) > 1:
         raise NotImplementedError(f"it serves {tuple(_KINDS)}, not {cell.kind}")
     product = cell.products[0] if cell.products else None

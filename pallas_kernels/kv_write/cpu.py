@@ -28,11 +28,7 @@ def rotate_and_write(
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
 ) -> Written:
     """Implement `api.rotate_and_write`. A token whose page is out of range writes nothing."""
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
+    dispatch.require_cpu()
     allowed = ("float32",) if k_scales is None else tuple(LARGEST)
     if qkv.dtype != jnp.float32 or not {str(k_pages.dtype), str(v_pages.dtype)} <= {*allowed}:
         raise NotImplementedError(

@@ -29,16 +29,12 @@ def add_low_rank(
     *,
     spans: tuple[tuple[int, int], ...],
 ) -> Float[Array, "tokens out"]:
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    dispatch.require_cpu()
     dtypes = [str(each.dtype) for each in (out, x, a, b)]
     if dtypes[:2] != ["float32"] * 2 or dtypes[2:] not in (["float32"] * 2, ["bfloat16"] * 2):
         raise NotImplementedError(
             f"it serves float32 with adapters in float32 or bfloat16, not {dtypes}"
         )
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*out.shape, *a.shape):
         raise NotImplementedError(f"out{out.shape} or a{a.shape} is empty")
     target = build.cpu_target(_SOURCE, "AddLowRank")

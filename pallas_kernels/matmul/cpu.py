@@ -45,14 +45,10 @@ def grouped_matmul(
 
 
 def _check(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike) -> None:
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    dispatch.require_cpu()
     dtypes = {str(x.dtype), str(weight.dtype), str(jnp.dtype(out_dtype))}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"it serves float32 only, not {sorted(dtypes)}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*x.shape, *weight.shape):
         raise NotImplementedError(f"x{x.shape} or weight{weight.shape} is empty")
 

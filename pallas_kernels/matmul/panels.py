@@ -98,11 +98,7 @@ def call(
 def _by_kernel(
     x: Float32[Array, "tokens in"], panels: Float[Array, "panels depth width"], *, columns: int
 ) -> Float32[Array, "tokens out"]:
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
+    dispatch.require_cpu()
     flags = STORED.get(str(panels.dtype))
     if str(x.dtype) != "float32" or flags is None:
         raise NotImplementedError(

@@ -27,11 +27,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
     The bits of a row's output do not depend on the rest of the batch. A row that reaches outside
     the batch, the page table or the cache fails the call at run time with XLA's InvalidArgument.
     """
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
+    dispatch.require_cpu()
     _check_types(call)
     if call.alibi_slopes is not None and call.distance_bias is not None:
         raise NotImplementedError("it adds ALiBi or a bias by distance, not both")

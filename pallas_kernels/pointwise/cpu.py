@@ -51,11 +51,7 @@ def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
 
 
 def _check(*arrays: jax.Array) -> None:
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
+    dispatch.require_cpu()
     if any(x.dtype != jnp.float32 or x.size == 0 for x in arrays):
         raise NotImplementedError(
             f"it serves float32 only, and no empty arrays, not {[str(x.aval) for x in arrays]}"

@@ -102,8 +102,7 @@ def row_maximum(
 def _check(*arrays: jax.Array, interpret: bool) -> None:
     if not interpret:
         gpu.require_triton()
-        if dispatch.is_partitioned():
-            raise NotImplementedError("XLA cannot partition it over a mesh")
+        dispatch.require_whole()
     if any(x.size == 0 for x in arrays):
         raise NotImplementedError(f"x{arrays[0].shape} is empty")
     gpu.require_addressable(*arrays)

@@ -25,15 +25,11 @@ def quantised_matmul(
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "tokens out"]:
     """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis."""
-    platform = dispatch.target_platform()
-    if platform != "cpu":
-        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    dispatch.require_cpu()
     if weight.is_float:
         raise NotImplementedError("it multiplies integers")
     if rounds_activations != "groups":
         raise NotImplementedError("it rounds activations to eight bits, by groups")
-    if dispatch.is_partitioned():
-        raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*x.shape, *codes.shape):
         raise NotImplementedError(f"x{x.shape} or codes{codes.shape} is empty")
     out = call(build.cpu_target(SOURCE, SYMBOL), x, weight)

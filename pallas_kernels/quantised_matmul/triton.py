@@ -57,8 +57,7 @@ def quantised_matmul(
     """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis."""
     if not interpret:
         gpu.require_triton(jnp.float8_e4m3fn if weight.is_float else None)
-        if dispatch.is_partitioned():
-            raise NotImplementedError("XLA cannot partition it over a mesh")
+        dispatch.require_whole()
     if x.dtype.name not in _DTYPES:
         raise NotImplementedError(f"it serves activations in one of {_DTYPES}, not {x.dtype}")
     if 0 in (*x.shape, *codes.shape):
