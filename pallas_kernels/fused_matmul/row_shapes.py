@@ -31,17 +31,11 @@ class Configuration:
     has_residual: bool = False
     is_head: bool = False
     is_transposed: bool = False
+    kernels = frozenset({"rowwise_product"})
+    donated = ()
 
     def __str__(self) -> str:
         return f"rows-{self.name}-{self.inputs}x{self.columns}-{self.dtype}-{self.tokens}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"rowwise_product"})
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     def call(self, *, interpret: bool = False) -> tuple[Any, dict[str, Any]]:
         """Return a function for `jax.jit`, interpreted on request, and its abstract arguments."""

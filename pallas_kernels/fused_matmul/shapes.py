@@ -29,17 +29,11 @@ class Configuration:
     has_bias: bool = False
     is_gated: bool = False
     has_residual: bool = False
+    kernels = frozenset({"fused_matmul"})
+    donated = ()
 
     def __str__(self) -> str:
         return f"fused-{self.name}-{self.inputs}x{self.columns}-{self.tokens}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"fused_matmul"})
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def moved_bytes(self) -> int:

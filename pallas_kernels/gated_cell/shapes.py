@@ -115,17 +115,11 @@ def _operands(
 @dataclass(frozen=True)
 class Configuration:
     shape: GatedShape
+    kernels = frozenset({"gated_cell"})
+    donated = ()
 
     def __str__(self) -> str:
         return f"gated_cell-{self.shape}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"gated_cell"})
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
         shape = self.shape

@@ -128,13 +128,10 @@ GPU_SHAPES = (
 @dataclass(frozen=True)
 class Configuration:
     shape: WriteShape
+    kernels = frozenset({"rotate_and_write"})
 
     def __str__(self) -> str:
         return f"rotate_and_write-{self.shape}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"rotate_and_write"})
 
     @property
     def donated(self) -> tuple[str, ...]:

@@ -84,13 +84,10 @@ OPERATIONS = ("gather_pages", "scatter_pages", "move_pages")
 class Configuration:
     operation: str
     shape: CopyShape
+    kernels = frozenset({"copy_pages"})
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.shape}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"copy_pages"})
 
     @property
     def donated(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Configuration:
     is_decode: bool
     kind: Literal["triton", "mosaic"] = "triton"
     chunk_invariant: bool = False
+    donated = ()
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
@@ -68,10 +69,6 @@ class Configuration:
         has_tiles = not (self.is_decode or self.chunk_invariant)
         kinds = ("tile", "split", "merge") if has_tiles else ("split", "merge")
         return frozenset(f"paged_attention_{kind}" for kind in kinds)
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     def call(
         self, *, num_rows: int = 8, num_tokens: int = 64, num_pages: int = 40, width: int = 9

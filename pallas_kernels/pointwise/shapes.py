@@ -20,6 +20,7 @@ class Configuration:
     rows: int
     width: int
     dtype: str = "bfloat16"
+    donated = ()
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.rows}x{self.width}-{self.dtype}"
@@ -27,10 +28,6 @@ class Configuration:
     @property
     def kernels(self) -> frozenset[str]:
         return frozenset({self.operation})
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
         arguments = jax.eval_shape(lambda: make_inputs(self, seed=0))

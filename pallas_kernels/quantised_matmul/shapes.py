@@ -95,17 +95,11 @@ GPU_SHAPES = (
 class Configuration:
     format: str
     shape: ProductShape
+    kernels = frozenset({"quantised_matmul"})
+    donated = ()
 
     def __str__(self) -> str:
         return f"quantised_matmul-{self.format}-{self.shape}"
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset({"quantised_matmul"})
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
         format, shape = FORMATS[self.format], self.shape
