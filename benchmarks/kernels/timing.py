@@ -22,7 +22,7 @@ from jaxserve.kernels.fused_matmul import shapes as fused_shapes
 from jaxserve.kernels.gated_cell import shapes as cell_shapes
 from jaxserve.kernels.kv_write import shapes as write_shapes
 from jaxserve.kernels.page_copy import shapes as copy_shapes
-from jaxserve.kernels.paged_attention import Capacity, Plan, Tiling, plan, planned_tiling
+from jaxserve.kernels.paged_attention import Plan, Tiling, planned_tiling
 from jaxserve.kernels.paged_attention.shapes import (
     BENCHMARK_SHAPES,
     GPU_DECODE_SHAPES,
@@ -178,20 +178,11 @@ class Attention:
     def _plan(self, rows: Rows) -> Plan | None:
         if self.tiling is None:
             return None
-        length = np.asarray(rows.query_length)
-        capacity = Capacity.of(
+        return rows.plan(
             self.tiling,
             num_tokens=sum(queries for queries, _ in self.shape.rows),
-            num_rows=len(length),
             max_context=rows.page_table.shape[1] * self.shape.page_size,
             is_decode=self.shape.is_decode,
-        )
-        return plan(
-            self.tiling,
-            capacity,
-            query_length=length,
-            first_position=np.asarray(rows.first_position),
-            context_length=np.asarray(rows.context_length),
         )
 
     def seconds(self) -> float:

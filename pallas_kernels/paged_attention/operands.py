@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from jaxserve.kernels.paged_attention.planner import Plan
+from jaxserve.kernels.paged_attention.planner import Capacity, Plan, Tiling, plan
 
 
 @final
@@ -35,6 +36,19 @@ class Rows:
     first_position: Int[Array, " rows"]
     context_length: Int[Array, " rows"]
     page_table: Int[Array, "rows row_pages"]
+
+    def plan(
+        self, tiling: Tiling, *, num_tokens: int, max_context: int, is_decode: bool = False
+    ) -> Plan:
+        """Return a plan of these rows, outside of `jax.jit`."""
+        sizes = dict(num_tokens=num_tokens, num_rows=len(self.query_length))
+        return plan(
+            tiling,
+            Capacity.of(tiling, **sizes, max_context=max_context, is_decode=is_decode),
+            query_length=np.asarray(self.query_length),
+            first_position=np.asarray(self.first_position),
+            context_length=np.asarray(self.context_length),
+        )
 
 
 @final

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.kernels import apply_rope
-from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
+from jaxserve.kernels.paged_attention import Launches, Plan, Rows, Tiling
 from jaxserve.models.attention import (
     Attention,
     CrossAttention,
@@ -137,19 +137,8 @@ def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
         split_programs=6,
         tile_programs=6,
     )
-    capacity = Capacity.of(
-        tiling,
-        num_tokens=num_tokens,
-        num_rows=len(rows.query_length),
-        max_context=rows.page_table.shape[1] * PAGE_SIZE,
-        is_decode=False,
-    )
-    return plan(
-        tiling,
-        capacity,
-        query_length=np.asarray(rows.query_length),
-        first_position=np.asarray(rows.first_position),
-        context_length=np.asarray(rows.context_length),
+    return rows.plan(
+        tiling, num_tokens=num_tokens, max_context=rows.page_table.shape[1] * PAGE_SIZE
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import Rows, paged_attention
-from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
+from jaxserve.kernels.paged_attention import Launches, Plan, Tiling
 from jaxserve.kernels.paged_attention.planner import Warpgroups
 from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
 from tests.common.closeness import assert_close
@@ -254,17 +254,5 @@ def _plan(q, k_pages, rows: Rows, programs: int = 2, *, is_decode: bool = False)
         tile_programs=programs,
         warpgroups=Warpgroups(block_keys=128, num_stages=2),
     )
-    capacity = Capacity.of(
-        tiling,
-        num_tokens=len(q),
-        num_rows=len(rows.query_length),
-        max_context=rows.page_table.shape[1] * k_pages.shape[3],
-        is_decode=is_decode,
-    )
-    return plan(
-        tiling,
-        capacity,
-        query_length=np.asarray(rows.query_length),
-        first_position=np.asarray(rows.first_position),
-        context_length=np.asarray(rows.context_length),
-    )
+    context = rows.page_table.shape[1] * k_pages.shape[3]
+    return rows.plan(tiling, num_tokens=len(q), max_context=context, is_decode=is_decode)

@@ -24,7 +24,7 @@ from jaxserve.kernels.gated_cell import shapes as cell_shapes
 from jaxserve.kernels.grouped_matmul import shapes as grouped_shapes
 from jaxserve.kernels.kv_write import shapes as write_shapes
 from jaxserve.kernels.page_copy import shapes as copy_shapes
-from jaxserve.kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
+from jaxserve.kernels.paged_attention import Plan, Rows, planned_tiling
 from jaxserve.kernels.paged_attention.configurations import (
     CONFIGURATIONS,
     INVARIANT_CONFIGURATIONS,
@@ -315,17 +315,6 @@ def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
         chunk_invariant=configuration.chunk_invariant,
     )
     assert tiling is not None
-    capacity = Capacity.of(
-        tiling,
-        num_tokens=len(q),
-        num_rows=len(rows.query_length),
-        max_context=max(CONTEXTS),
-        is_decode=configuration.is_decode,
-    )
-    return plan(
-        tiling,
-        capacity,
-        query_length=np.asarray(rows.query_length),
-        first_position=np.asarray(rows.first_position),
-        context_length=np.asarray(rows.context_length),
+    return rows.plan(
+        tiling, num_tokens=len(q), max_context=max(CONTEXTS), is_decode=configuration.is_decode
     )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import Rows, kv_write, paged_attention, quantize
-from jaxserve.kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
+from jaxserve.kernels.paged_attention import Launches, Plan, Tiling
 from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
@@ -513,19 +513,9 @@ def _plan(q, k_pages, rows: Rows, max_query_length: int | None = None) -> Plan:
         split_programs=6,
         tile_programs=6,
     )
-    capacity = Capacity.of(
-        tiling,
-        num_tokens=len(q),
-        num_rows=len(rows.query_length),
-        max_context=rows.page_table.shape[1] * k_pages.shape[3],
-        is_decode=max_query_length == 1,
-    )
-    return plan(
-        tiling,
-        capacity,
-        query_length=np.asarray(rows.query_length),
-        first_position=np.asarray(rows.first_position),
-        context_length=np.asarray(rows.context_length),
+    context = rows.page_table.shape[1] * k_pages.shape[3]
+    return rows.plan(
+        tiling, num_tokens=len(q), max_context=context, is_decode=max_query_length == 1
     )
 
 

@@ -22,7 +22,7 @@ from jaxserve.kernels import (
     rms_norm,
 )
 from jaxserve.kernels.fused_matmul.row_shapes import TEST_CONFIGURATIONS, make_inputs
-from jaxserve.kernels.paged_attention import Capacity, Plan, plan, planned_tiling
+from jaxserve.kernels.paged_attention import Plan, planned_tiling
 from jaxserve.kernels.paged_attention.shapes import AttentionShape
 from jaxserve.kernels.paged_attention.shapes import make_inputs as make_attention_inputs
 from tests.common.closeness import assert_close
@@ -153,13 +153,7 @@ def test_a_query_has_the_same_bits_in_any_chunk_and_decoded_alone():
     chunk, decode = jax.jit(kernel), jax.jit(partial(kernel, max_query_length=1))
 
     def made(rows: Rows, num_tokens: int, is_decode: bool) -> Plan:
-        lengths = {
-            name: np.asarray(getattr(rows, name))
-            for name in ("query_length", "first_position", "context_length")
-        }
-        sizes = dict(num_tokens=num_tokens, num_rows=len(lengths["query_length"]))
-        capacity = Capacity.of(tiling, **sizes, max_context=1200, is_decode=is_decode)
-        found = plan(tiling, capacity, **lengths)
+        found = rows.plan(tiling, num_tokens=num_tokens, max_context=1200, is_decode=is_decode)
         assert len(found.tiles) == 0
         return found
 
