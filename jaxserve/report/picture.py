@@ -18,7 +18,7 @@ from jaxserve.memory.page_cache import Tier
 from jaxserve.report.style import BLUE, GREEN, INK, OCHRE, ORANGE, STYLE
 
 
-class Recorded(Protocol):
+class Drawable(Protocol):
     """The part of a `Report` that a picture needs."""
 
     @property
@@ -47,7 +47,7 @@ class Picture:
         return data.getvalue()
 
 
-def draw(report: Recorded) -> Figure:
+def draw(report: Drawable) -> Figure:
     """Draw throughput, batch, pages and latencies in four panels; a report may be empty."""
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 8.5), layout="constrained")
@@ -70,7 +70,7 @@ def draw(report: Recorded) -> Figure:
     return figure
 
 
-def _draw_rates(axes: Any, report: Recorded, origin_s: float) -> None:
+def _draw_rates(axes: Any, report: Drawable, origin_s: float) -> None:
     """Draw tokens a second, of prompts and answers, in equal parts of the time."""
     ended = [(s.collected_s - origin_s, s.num_tokens) for s in report.steps if s.collected_s]
     axes.set(ylabel="computed tokens/s", title="throughput")
@@ -86,7 +86,7 @@ def _draw_rates(axes: Any, report: Recorded, origin_s: float) -> None:
         _legend_above(axes)
 
 
-def _draw_batch(axes: Any, times: Sequence[float], report: Recorded) -> None:
+def _draw_batch(axes: Any, times: Sequence[float], report: Drawable) -> None:
     running = over_replicas(report.steps, lambda step: step.num_running)
     waiting = over_replicas(report.steps, lambda step: step.num_running + step.num_waiting)
     axes.fill_between(times, running, step="post", color=BLUE, alpha=0.7, lw=0, label="running")
@@ -97,7 +97,7 @@ def _draw_batch(axes: Any, times: Sequence[float], report: Recorded) -> None:
     _legend_above(axes)
 
 
-def _draw_pages(axes: Any, times: Sequence[float], report: Recorded) -> None:
+def _draw_pages(axes: Any, times: Sequence[float], report: Drawable) -> None:
     """Draw the pages by kind, at a scale that shows them also where the pool is much larger."""
     owned = over_replicas(report.steps, lambda step: step.pages_owned)
     reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_reserved)
@@ -120,7 +120,7 @@ def _draw_pages(axes: Any, times: Sequence[float], report: Recorded) -> None:
     _legend_above(axes)
 
 
-def _draw_latency(axes: Any, report: Recorded) -> None:
+def _draw_latency(axes: Any, report: Drawable) -> None:
     timings = [request.timing for request in report.requests]
     for label, colour, values in (
         ("first token", ORANGE, [t.time_to_first_token_s for t in timings]),

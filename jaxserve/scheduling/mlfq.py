@@ -47,7 +47,7 @@ class FeedbackQueues(ServiceOrder):
 
 @final
 @dataclass(eq=False, slots=True)
-class _Place:
+class _Standing:
     """A sequence's level, the tokens that it has had there, and when it had its newest one."""
 
     level: int
@@ -62,14 +62,14 @@ class Levels:
 
     def __init__(self, settings: FeedbackQueues):
         self._settings = settings
-        self._places: dict[Sequence, _Place] = {}
+        self._places: dict[Sequence, _Standing] = {}
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[int, float, int]:
         place = self._places.get(sequence)
         arrival_s = sequence.request.arrival_s
         if place is None:
             level = self._settings.level_of(sequence.prompt_length)
-            place = self._places[sequence] = _Place(level, arrival_s)
+            place = self._places[sequence] = _Standing(level, arrival_s)
         return place.level, arrival_s, sequence.key
 
     def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:

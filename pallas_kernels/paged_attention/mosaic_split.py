@@ -267,16 +267,16 @@ class SplitKernel:
 
         @pl.when(warpgroup == _ATTENDING)
         def attending() -> None:
-            _Attending(self.sizes, memory).run()
+            _SplitAttending(self.sizes, memory).run()
 
         @pl.when(warpgroup == _COPYING)
         def copying() -> None:
-            _Copying(self.sizes, memory).run()
+            _SplitCopying(self.sizes, memory).run()
 
 
 @final
 @dataclass(frozen=True)
-class _Copying:
+class _SplitCopying:
     """The warpgroup that fills shared memory."""
 
     kernel: SplitSizes
@@ -352,7 +352,7 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 @final
 @dataclass(frozen=True)
-class _Attending:
+class _SplitAttending:
     kernel: SplitSizes
     memory: SplitMemory
 

@@ -22,7 +22,7 @@ _PAGE_SIZE = 64
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class _Static:
     length: int
     scale: float
     sliding_window: int | None
@@ -43,7 +43,7 @@ def whole_attention(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     if qkv.size == 0:
         raise NotImplementedError(f"qkv{qkv.shape} is empty")
-    options = _Options(
+    options = _Static(
         length=length,
         scale=scale,
         sliding_window=sliding_window,
@@ -55,7 +55,7 @@ def whole_attention(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(
-    options: _Options,
+    options: _Static,
     qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
     sinks: Float[Array, " q_heads"] | None,
@@ -103,7 +103,7 @@ def _attention(
 
 @_attention.defjvp
 def _derivative(
-    options: _Options,
+    options: _Static,
     values: tuple[jax.Array, RopeTables | None, jax.Array | None],
     tangents: tuple[jax.Array, RopeTables | None, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array]:
