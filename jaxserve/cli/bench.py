@@ -54,221 +54,6 @@ _LATENCIES = {
 }
 
 
-@flat()
-def bench(
-    *,
-    url: Annotated[
-        str | None,
-        opt.in_panel(
-            _LOAD,
-            "--url",
-            "--base-url",
-            text="A server with OpenAI's API, such as http://127.0.0.1:8000. Without it, the model "
-            f"is loaded here. Its key, if it wants one, is ${_KEY_VARIABLE}.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        opt.in_panel(
-            _LOAD,
-            "--model",
-            "-m",
-            text="The model's name on the server, by default its first one; without --url a name, "
-            f"folder or file as for `jaxserve generate`, by default {opt.DEFAULT_MODEL}.",
-        ),
-    ] = None,
-    endpoint: Annotated[
-        Literal["/v1/completions", "/v1/chat/completions"] | None,
-        opt.in_panel(
-            _LOAD,
-            "--endpoint",
-            text="Where prompts go. [default: /v1/completions; messages go to the chat]",
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        opt.in_panel(
-            _LOAD,
-            "--rate",
-            "--request-rate",
-            text="Requests a second on average, as Poisson arrivals. [default: all at once; a "
-            "trace as it was recorded]",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        opt.in_panel(
-            _LOAD,
-            "--concurrency",
-            "--max-concurrency",
-            text="Most requests that are open at once; the next one begins when one ends.",
-        ),
-    ] = None,
-    num_warmups: Annotated[
-        int,
-        opt.in_panel(
-            _LOAD,
-            "--num-warmups",
-            text="Send that many of the first requests before, unmeasured; each must succeed.",
-        ),
-    ] = 1,
-    dataset: Annotated[
-        str,
-        opt.in_panel(
-            _DATA,
-            "--dataset",
-            "--dataset-path",
-            text="random, sharegpt (fetched once), or a file: ShareGPT's JSON, a trace of "
-            "--record, or JSON lines with prompt or messages.",
-        ),
-    ] = "random",
-    num_requests: Annotated[
-        int | None,
-        opt.in_panel(
-            _DATA,
-            "--num-requests",
-            "--num-prompts",
-            text=f"Number of requests. [default: {_NUM_REQUESTS}; of a trace and JSON lines, all]",
-        ),
-    ] = None,
-    input_len: Annotated[
-        int,
-        opt.in_panel(
-            _DATA,
-            "--random-input-len",
-            "--prompt-tokens",
-            text="random: tokens of each prompt.",
-        ),
-    ] = 64,
-    output_len: Annotated[
-        int,
-        opt.in_panel(
-            _DATA,
-            "--random-output-len",
-            "--output-tokens",
-            text="random: tokens of each answer.",
-        ),
-    ] = 64,
-    range_ratio: Annotated[
-        float,
-        opt.in_panel(
-            _DATA,
-            "--random-range-ratio",
-            text="random: lengths are uniform between 1 - this and 1 + this times those.",
-        ),
-    ] = 0.0,
-    max_tokens: Annotated[
-        int,
-        opt.in_panel(
-            _DATA,
-            "--max-tokens",
-            text="Longest answer of ShareGPT, and of JSON lines that name none.",
-        ),
-    ] = 256,
-    ignore_eos: Annotated[
-        bool,
-        opt.in_panel(
-            _DATA,
-            "--ignore-eos/--no-ignore-eos",
-            text="Make answers as long as the data set says. Servers that refuse the field "
-            "ignore_eos, such as OpenAI's, need --no-ignore-eos; their answers may be shorter.",
-        ),
-    ] = True,
-    temperature: Annotated[float, opt.in_panel(_DATA, "--temperature", text="0 is greedy.")] = 0.0,
-    tokenizer: Annotated[
-        str | None,
-        opt.in_panel(
-            _DATA,
-            "--tokenizer",
-            text="Name or folder of the tokenizer for ShareGPT and for prompts of token ids, which "
-            "are then sent as text. [default: that of --model; completions get ids]",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, opt.in_panel(_DATA, "--seed", text="Seed of the requests and of the arrivals.")
-    ] = 0,
-    metric_percentiles: Annotated[
-        str, opt.in_panel(_RESULTS, "--metric-percentiles", text="Percentiles of each latency.")
-    ] = "50,90,99",
-    goodput: Annotated[
-        list[str] | None,
-        opt.in_panel(
-            _RESULTS,
-            "--goodput",
-            text="Bounds in milliseconds, such as ttft:500,tpot:50,e2el:8000; the goodput is the "
-            "answers within all.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        opt.in_panel(
-            _RESULTS,
-            "--output",
-            "-o",
-            text="Write the figures and each request's times to this JSON file, too.",
-        ),
-    ] = None,
-    as_json: opt.AsJson = False,
-    service_options: ServiceOptions,
-    processes: ProcessOptions,
-) -> None:
-    """Measure throughput and latencies under a load, of any server or of a model loaded here.
-
-    Ctrl-C prints what was measured so far. Latencies are those that the client sees, with the
-    opening of each request's connection.
-    """
-    with opt.exit_codes():
-        asked = _Asked(
-            dataset=dataset,
-            num=num_requests,
-            input_len=input_len,
-            output_len=output_len,
-            range_ratio=range_ratio,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            ignore_eos=ignore_eos,
-            endpoint=endpoint,
-            seed=seed,
-        )
-        percentiles = _percentiles(metric_percentiles)
-        bounds_s = opt.goodput_bounds_s(goodput or ())
-        opt.check_positive(rate=rate, concurrency=concurrency)
-        if url is None:
-            if tokenizer is not None:
-                raise InvalidConfigError("--tokenizer is for --url: the model here has its own")
-            processes.join()
-        with (
-            nullcontext() if output is None else opened(output) as sink,
-            _runtime(model or opt.DEFAULT_MODEL, service_options)
-            if url is None
-            else _server(url, model, tokenizer, service_options, processes) as target,
-        ):
-            jobs = asked.jobs(target)
-            load = _Load(target, jobs, _arrivals_s(jobs, rate, concurrency, seed), concurrency)
-            load.warm_up(num_warmups)
-            is_interrupted = load.run(progress=not service_options.quiet)
-            report: dict[str, Any] = {
-                **target.described,
-                "dataset": dataset,
-                "seed": seed,
-                "rate": rate,
-                "concurrency": concurrency,
-                **load.figures(percentiles, bounds_s),
-            }
-            if sink is not None:
-                json.dump({**report, "requests": load.records()}, sink)
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        opt.show_wide(_table(report))
-    for error, count in report["errors"].items():
-        typer.echo(f"{count} request(s) failed: {error}", err=True)
-    if is_interrupted:
-        raise typer.Exit(opt.EXIT_INTERRUPTED)
-    if report["num_failed"]:
-        raise typer.Exit(opt.EXIT_FAILED)
-
-
 @final
 @dataclass(frozen=True)
 class _Job:
@@ -316,20 +101,86 @@ class _Measured(Protocol):
 class _Asked:
     """The requests that the options ask for."""
 
-    dataset: str
-    num: int | None
-    input_len: int
-    output_len: int
-    range_ratio: float
-    max_tokens: int
-    temperature: float
-    ignore_eos: bool
-    endpoint: str | None
-    seed: int
+    endpoint: Annotated[
+        Literal["/v1/completions", "/v1/chat/completions"] | None,
+        opt.in_panel(
+            _LOAD,
+            "--endpoint",
+            text="Where prompts go. [default: /v1/completions; messages go to the chat]",
+        ),
+    ] = None
+    dataset: Annotated[
+        str,
+        opt.in_panel(
+            _DATA,
+            "--dataset",
+            "--dataset-path",
+            text="random, sharegpt (fetched once), or a file: ShareGPT's JSON, a trace of "
+            "--record, or JSON lines with prompt or messages.",
+        ),
+    ] = "random"
+    num_requests: Annotated[
+        int | None,
+        opt.in_panel(
+            _DATA,
+            "--num-requests",
+            "--num-prompts",
+            text=f"Number of requests. [default: {_NUM_REQUESTS}; of a trace and JSON lines, all]",
+        ),
+    ] = None
+    input_len: Annotated[
+        int,
+        opt.in_panel(
+            _DATA,
+            "--random-input-len",
+            "--prompt-tokens",
+            text="random: tokens of each prompt.",
+        ),
+    ] = 64
+    output_len: Annotated[
+        int,
+        opt.in_panel(
+            _DATA,
+            "--random-output-len",
+            "--output-tokens",
+            text="random: tokens of each answer.",
+        ),
+    ] = 64
+    range_ratio: Annotated[
+        float,
+        opt.in_panel(
+            _DATA,
+            "--random-range-ratio",
+            text="random: lengths are uniform between 1 - this and 1 + this times those.",
+        ),
+    ] = 0.0
+    max_tokens: Annotated[
+        int,
+        opt.in_panel(
+            _DATA,
+            "--max-tokens",
+            text="Longest answer of ShareGPT, and of JSON lines that name none.",
+        ),
+    ] = 256
+    ignore_eos: Annotated[
+        bool,
+        opt.in_panel(
+            _DATA,
+            "--ignore-eos/--no-ignore-eos",
+            text="Make answers as long as the data set says. Servers that refuse the field "
+            "ignore_eos, such as OpenAI's, need --no-ignore-eos; their answers may be shorter.",
+        ),
+    ] = True
+    temperature: Annotated[float, opt.in_panel(_DATA, "--temperature", text="0 is greedy.")] = 0.0
+    seed: Annotated[
+        int, opt.in_panel(_DATA, "--seed", text="Seed of the requests and of the arrivals.")
+    ] = 0
 
-    def __post_init__(self) -> None:
-        if self.num is not None and self.num < 1:
-            raise InvalidConfigError(f"--num-requests {self.num} is not allowed; pass at least 1")
+    def check(self) -> None:
+        if self.num_requests is not None and self.num_requests < 1:
+            raise InvalidConfigError(
+                f"--num-requests {self.num_requests} is not allowed; pass at least 1"
+            )
         if not 0 <= self.range_ratio < 1:
             raise InvalidConfigError(
                 f"--random-range-ratio {self.range_ratio:g} is not allowed; pass 0 to below 1"
@@ -346,16 +197,20 @@ class _Asked:
     def _drawn(self, target: _Measured) -> Sequence[_Job]:
         from jaxserve.workload import recorded, sharegpt
 
-        num = self.num or _NUM_REQUESTS
+        num = self.num_requests or _NUM_REQUESTS
         if self.dataset == "random":
             return self._random(num, target.vocab_size)
         path = None if self.dataset == "sharegpt" else Path(self.dataset)
         kind = "sharegpt" if path is None else _kind(path)
         if kind == "trace":
-            return [self._job(item) for item in recorded.recorded_items(self.dataset, self.num)]
+            return [
+                self._job(item) for item in recorded.recorded_items(self.dataset, self.num_requests)
+            ]
         if path is not None and kind == "lines":
             params = self._params(self.max_tokens, has_length=False)
-            return [_Job(each.prompt, each.params) for each in from_jsonl(path, params)][: self.num]
+            return [_Job(each.prompt, each.params) for each in from_jsonl(path, params)][
+                : self.num_requests
+            ]
         tokenizer = target.tokenizer()
         items = sharegpt.sample(
             num, self.seed, tokenizer=tokenizer, max_output_tokens=self.max_tokens, path=path
@@ -408,6 +263,139 @@ class _Asked:
         if not isinstance(prompt, str) and (is_chat or target.gets_text):
             prompt = target.tokenizer().decode(prompt)
         return [{"role": "user", "content": prompt}] if is_chat else prompt
+
+
+@flat()
+def bench(
+    *,
+    url: Annotated[
+        str | None,
+        opt.in_panel(
+            _LOAD,
+            "--url",
+            "--base-url",
+            text="A server with OpenAI's API, such as http://127.0.0.1:8000. Without it, the model "
+            f"is loaded here. Its key, if it wants one, is ${_KEY_VARIABLE}.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        opt.in_panel(
+            _LOAD,
+            "--model",
+            "-m",
+            text="The model's name on the server, by default its first one; without --url a name, "
+            f"folder or file as for `jaxserve generate`, by default {opt.DEFAULT_MODEL}.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        opt.in_panel(
+            _LOAD,
+            "--rate",
+            "--request-rate",
+            text="Requests a second on average, as Poisson arrivals. [default: all at once; a "
+            "trace as it was recorded]",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        opt.in_panel(
+            _LOAD,
+            "--concurrency",
+            "--max-concurrency",
+            text="Most requests that are open at once; the next one begins when one ends.",
+        ),
+    ] = None,
+    num_warmups: Annotated[
+        int,
+        opt.in_panel(
+            _LOAD,
+            "--num-warmups",
+            text="Send that many of the first requests before, unmeasured; each must succeed.",
+        ),
+    ] = 1,
+    asked: _Asked,
+    tokenizer: Annotated[
+        str | None,
+        opt.in_panel(
+            _DATA,
+            "--tokenizer",
+            text="Name or folder of the tokenizer for ShareGPT and for prompts of token ids, which "
+            "are then sent as text. [default: that of --model; completions get ids]",
+        ),
+    ] = None,
+    metric_percentiles: Annotated[
+        str, opt.in_panel(_RESULTS, "--metric-percentiles", text="Percentiles of each latency.")
+    ] = "50,90,99",
+    goodput: Annotated[
+        list[str] | None,
+        opt.in_panel(
+            _RESULTS,
+            "--goodput",
+            text="Bounds in milliseconds, such as ttft:500,tpot:50,e2el:8000; the goodput is the "
+            "answers within all.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        opt.in_panel(
+            _RESULTS,
+            "--output",
+            "-o",
+            text="Write the figures and each request's times to this JSON file, too.",
+        ),
+    ] = None,
+    as_json: opt.AsJson = False,
+    service_options: ServiceOptions,
+    processes: ProcessOptions,
+) -> None:
+    """Measure throughput and latencies under a load, of any server or of a model loaded here.
+
+    Ctrl-C prints what was measured so far. Latencies are those that the client sees, with the
+    opening of each request's connection.
+    """
+    with opt.exit_codes():
+        asked.check()
+        percentiles = _percentiles(metric_percentiles)
+        bounds_s = opt.goodput_bounds_s(goodput or ())
+        opt.check_positive(rate=rate, concurrency=concurrency)
+        if url is None:
+            if tokenizer is not None:
+                raise InvalidConfigError("--tokenizer is for --url: the model here has its own")
+            processes.join()
+        with (
+            nullcontext() if output is None else opened(output) as sink,
+            _runtime(model or opt.DEFAULT_MODEL, service_options)
+            if url is None
+            else _server(url, model, tokenizer, service_options, processes) as target,
+        ):
+            jobs = asked.jobs(target)
+            load = _Load(
+                target, jobs, _arrivals_s(jobs, rate, concurrency, asked.seed), concurrency
+            )
+            load.warm_up(num_warmups)
+            is_interrupted = load.run(progress=not service_options.quiet)
+            report: dict[str, Any] = {
+                **target.described,
+                "dataset": asked.dataset,
+                "seed": asked.seed,
+                "rate": rate,
+                "concurrency": concurrency,
+                **load.figures(percentiles, bounds_s),
+            }
+            if sink is not None:
+                json.dump({**report, "requests": load.records()}, sink)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        opt.show_wide(_table(report))
+    for error, count in report["errors"].items():
+        typer.echo(f"{count} request(s) failed: {error}", err=True)
+    if is_interrupted:
+        raise typer.Exit(opt.EXIT_INTERRUPTED)
+    if report["num_failed"]:
+        raise typer.Exit(opt.EXIT_FAILED)
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -94,8 +94,9 @@ def flat(*, omit: Collection[str] = ()) -> Callable[[Command], Command]:
 
 
 def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    given = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=given
     )
 
 

@@ -97,19 +97,32 @@ def describe(about: Mapping[str, Any]) -> None:
 class Settings:
     """Settings of a predictor's training, stored with it."""
 
-    data: str
-    model: str
-    max_examples: int | None
-    held_out: float
-    seed: int
-    encoder: str
-    max_length: int
-    max_prompt_tokens: int
-    buckets: str
-    num_buckets: int
-    epochs: int
-    batch_size: int
-    learning_rate: float
+    data: Data
+    encoder: Annotated[
+        str,
+        typer.Option(
+            "--encoder",
+            help="minilm (22 million parameters), a Hugging Face folder of a BERT or DistilBERT "
+            "model, or 22m, 66m, 110m, 340m to train from scratch.",
+        ),
+    ] = "minilm"
+    max_length: Annotated[
+        int, typer.Option("--max-length", help="Length that longer answers count as.")
+    ] = 1024
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
+    ] = 256
+    buckets: Annotated[
+        str, typer.Option("--buckets", help="Kind of buckets: equal, log or quantile.")
+    ] = "equal"
+    num_buckets: NumBuckets = 10
+    epochs: Epochs = 4
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts per step.")] = 32
+    learning_rate: LearningRate = 5e-5
+    max_examples: MaxExamples = None
+    held_out: HeldOut = 0.1
+    seed: Seed = 0
+    model: ServedModel = opt.DEFAULT_MODEL
 
     def read(self, progress: bool) -> list[list[Example]]:
         """Return the examples for training, calibration and test."""
@@ -150,34 +163,11 @@ class Settings:
 
 
 @predictor_app.command("train")
+@opt.flat()
 def train(
-    data: Data,
+    *,
+    settings: Settings,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the predictor.")],
-    encoder: Annotated[
-        str,
-        typer.Option(
-            "--encoder",
-            help="minilm (22 million parameters), a Hugging Face folder of a BERT or DistilBERT "
-            "model, or 22m, 66m, 110m, 340m to train from scratch.",
-        ),
-    ] = "minilm",
-    max_length: Annotated[
-        int, typer.Option("--max-length", help="Length that longer answers count as.")
-    ] = 1024,
-    max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
-    ] = 256,
-    buckets: Annotated[
-        str, typer.Option("--buckets", help="Kind of buckets: equal, log or quantile.")
-    ] = "equal",
-    num_buckets: NumBuckets = 10,
-    epochs: Epochs = 4,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts per step.")] = 32,
-    learning_rate: LearningRate = 5e-5,
-    max_examples: MaxExamples = None,
-    held_out: HeldOut = 0.1,
-    seed: Seed = 0,
-    model: ServedModel = opt.DEFAULT_MODEL,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue after the last epoch of an interrupted run.")
     ] = False,
@@ -190,28 +180,16 @@ def train(
     in OUTPUT.checkpoints until training is done.
     """
     with opt.exit_codes(ends_at_once=True), opt.refusals():
-        settings = Settings(
-            data=data,
-            model=model,
-            max_examples=max_examples,
-            held_out=held_out,
-            seed=seed,
-            encoder=encoder,
-            max_length=max_length,
-            max_prompt_tokens=max_prompt_tokens,
-            buckets=buckets,
-            num_buckets=num_buckets,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-        )
         from jaxserve.predictor import TrainingConfig
         from jaxserve.predictor import train as train_predictor
         from jaxserve.predictor.data import columns
         from jaxserve.predictor.evaluation import compare
 
         config = TrainingConfig(
-            num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
+            num_epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            seed=settings.seed,
         )
         checkpoints = _prepare(output, settings, resume)
         parts = settings.read(not quiet)

@@ -44,27 +44,46 @@ ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """Settings of a probe's training, stored with it.
+    """Settings of a probe's training, which are options, and stored with it."""
 
-    The probe reads activations after `layer` layers (None: half of them), along the first
-    `max_answers` answers of the data (None: all).
-    """
-
-    data: str
-    model: str
-    load: str = "auto"
-    layer: int | None = None
-    interval: int = 16
-    hidden_size: int = 256
-    max_length: int = 1024
-    buckets: str = "log"
-    num_buckets: int = 12
-    max_answers: int | None = None
-    held_out: float = 0.15
-    epochs: int = 30
-    batch_size: int = 256
-    learning_rate: float = 1e-3
-    seed: int = 0
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Answers with their tokens: a file written by --record, or JSON lines like "
+            '{"prompt_token_ids": [5, 6], "token_ids": [7, 8, 2], "conversation": "id"}.'
+        ),
+    ]
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The model that generated the answers.")
+    ] = opt.DEFAULT_MODEL
+    load: opt.Load = "auto"
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            "--layer", help="Number of layers before the activations it reads. [default: half]"
+        ),
+    ] = None
+    interval: Annotated[
+        int, typer.Option("--interval", help="Number of tokens between readings.")
+    ] = 16
+    hidden_size: Annotated[
+        int, typer.Option("--hidden-size", help="Units of the head; 0 for a linear one.")
+    ] = 256
+    max_length: Annotated[
+        int, typer.Option("--max-length", help="Remaining length that longer ones count as.")
+    ] = 1024
+    buckets: Annotated[
+        str, typer.Option("--buckets", help="Kind of buckets: log, equal or quantile.")
+    ] = "log"
+    num_buckets: NumBuckets = 12
+    max_answers: Annotated[
+        int | None, typer.Option("--max-answers", help="Use the first N answers. [default: all]")
+    ] = None
+    held_out: HeldOut = 0.15
+    epochs: Epochs = 30
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Readings per step.")] = 256
+    learning_rate: LearningRate = 1e-3
+    seed: Seed = 0
 
 
 @final
@@ -146,49 +165,11 @@ def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
 
 
 @probe_app.command("train")
+@opt.flat()
 def train(
-    data: Annotated[
-        Path,
-        typer.Argument(
-            help="Answers with their tokens: a file written by --record, or JSON lines like "
-            '{"prompt_token_ids": [5, 6], "token_ids": [7, 8, 2], "conversation": "id"}.'
-        ),
-    ],
+    *,
+    settings: ProbeSettings,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the probe.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="The model that generated the answers.")
-    ] = opt.DEFAULT_MODEL,
-    load: opt.Load = ProbeSettings.load,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            "--layer", help="Number of layers before the activations it reads. [default: half]"
-        ),
-    ] = None,
-    interval: Annotated[
-        int, typer.Option("--interval", help="Number of tokens between readings.")
-    ] = ProbeSettings.interval,
-    hidden_size: Annotated[
-        int, typer.Option("--hidden-size", help="Units of the head; 0 for a linear one.")
-    ] = ProbeSettings.hidden_size,
-    max_length: Annotated[
-        int,
-        typer.Option("--max-length", help="Remaining length that longer ones count as."),
-    ] = ProbeSettings.max_length,
-    buckets: Annotated[
-        str, typer.Option("--buckets", help="Kind of buckets: log, equal or quantile.")
-    ] = ProbeSettings.buckets,
-    num_buckets: NumBuckets = ProbeSettings.num_buckets,
-    max_answers: Annotated[
-        int | None, typer.Option("--max-answers", help="Use the first N answers. [default: all]")
-    ] = None,
-    held_out: HeldOut = ProbeSettings.held_out,
-    epochs: Epochs = ProbeSettings.epochs,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Readings per step.")
-    ] = ProbeSettings.batch_size,
-    learning_rate: LearningRate = ProbeSettings.learning_rate,
-    seed: Seed = 0,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -198,23 +179,6 @@ def train(
     grouped by their prompts.
     """
     with opt.exit_codes(ends_at_once=True):
-        settings = ProbeSettings(
-            data=str(data),
-            model=model,
-            load=load,
-            layer=layer,
-            interval=interval,
-            hidden_size=hidden_size,
-            max_length=max_length,
-            buckets=buckets,
-            num_buckets=num_buckets,
-            max_answers=max_answers,
-            held_out=held_out,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            seed=seed,
-        )
         _prepare(output)
         from jaxserve.predictor.probe_training import compare_remaining
 
