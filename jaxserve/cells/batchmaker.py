@@ -29,16 +29,13 @@ class BatchMaker:
 
     max_tasks_to_submit: int = 5
     releases_at_submission: bool = True
+    name = "batchmaker"
 
     def __post_init__(self) -> None:
         if self.max_tasks_to_submit < 1:
             raise InvalidConfigError(
                 f"max_tasks_to_submit={self.max_tasks_to_submit} is not allowed; pass at least 1"
             )
-
-    @property
-    def name(self) -> str:
-        return "batchmaker"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
         return BatchMakerScheduler(

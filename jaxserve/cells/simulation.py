@@ -212,6 +212,8 @@ class SimulatedCells:
 
 @final
 class _Handle:
+    has_news = True
+
     def __init__(
         self,
         tasks: TaskGroup | None,
@@ -225,10 +227,6 @@ class _Handle:
         self._ready_s = ready_s
         self._clock = clock
         self._on_collect = on_collect
-
-    @property
-    def has_news(self) -> bool:
-        return True
 
     def is_ready(self) -> bool:
         return self._clock.now() >= self._ready_s

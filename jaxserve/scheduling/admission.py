@@ -26,6 +26,8 @@ _UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
 class MaxLength:
     """Reserve the longest possible answer, as ORCA and FasterTransformer do; none is preempted."""
 
+    extends = True
+
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.max_length
 
@@ -37,10 +39,6 @@ class MaxLength:
         preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(0)
-
-    @property
-    def extends(self) -> bool:
-        return True
 
 
 @final
@@ -54,6 +52,7 @@ class OnDemand:
     """
 
     watermark: float = 0.01
+    extends = True
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
@@ -66,10 +65,6 @@ class OnDemand:
         preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(int(self.watermark * (config.num_pages - 1)), is_idle=not running)
-
-    @property
-    def extends(self) -> bool:
-        return True
 
 
 @final
@@ -147,6 +142,8 @@ class Oracle:
     No prediction of lengths can do better.
     """
 
+    extends = True
+
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
@@ -158,10 +155,6 @@ class Oracle:
         preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(0)
-
-    @property
-    def extends(self) -> bool:
-        return True
 
 
 @final
@@ -189,6 +182,7 @@ class Expected:
     """
 
     margin: float | None = None
+    extends = True
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
@@ -201,10 +195,6 @@ class Expected:
         preemption: PreemptionCost,
     ) -> ExpectedPeak:
         return ExpectedPeak(running, config, lengths, self.margin, preemption)
-
-    @property
-    def extends(self) -> bool:
-        return True
 
 
 @final

@@ -18,13 +18,10 @@ class FCFS:
 
     heeds_bounds: ClassVar[bool] = False
     heeds_priority: ClassVar[bool] = False
+    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)
-
-    @property
-    def max_passes(self) -> int:
-        return 0
 
 
 @final
@@ -95,6 +92,7 @@ class Priority:
     heeds_priority: ClassVar[bool] = True
 
     ageing_s: float = 300.0
+    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         request = sequence.request
@@ -102,10 +100,6 @@ class Priority:
         if request.deadline_s is not None:
             due_s = min(due_s, max(request.deadline_s, request.arrival_s))
         return (due_s - request.priority * self.ageing_s, request.arrival_s, sequence.key)
-
-    @property
-    def max_passes(self) -> int:
-        return 0
 
 
 @final
@@ -122,6 +116,7 @@ class DueFirst:
     heeds_priority: ClassVar[bool] = False
 
     ageing_s: float = 300.0
+    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         request = sequence.request
@@ -129,10 +124,6 @@ class DueFirst:
         if request.due_s is not None:
             due_s = min(due_s, request.due_s)
         return due_s, request.arrival_s, sequence.key
-
-    @property
-    def max_passes(self) -> int:
-        return 0
 
 
 @final

@@ -38,6 +38,7 @@ class PastFuture:
     reserve_share: float = 0.03
     num_sampled: int = 200
     max_draws: int = 5
+    extends = True
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
@@ -50,10 +51,6 @@ class PastFuture:
         preemption: PreemptionCost,
     ) -> SampledPeak:
         return SampledPeak(running, config, lengths, self)
-
-    @property
-    def extends(self) -> bool:
-        return True
 
 
 @final

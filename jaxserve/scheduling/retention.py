@@ -15,14 +15,8 @@ class Stateless:
 
     keeps_pages: ClassVar[bool] = False
     uses_host: ClassVar[bool] = False
-
-    @property
-    def learns_reuse(self) -> bool:
-        return False
-
-    @property
-    def free_share(self) -> float:
-        return 0.0
+    learns_reuse = False
+    free_share = 0.0
 
     @property
     def eviction(self) -> Eviction:
@@ -37,14 +31,8 @@ class DeviceOnly:
     eviction: Eviction = CostOverTime()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = False
-
-    @property
-    def learns_reuse(self) -> bool:
-        return False
-
-    @property
-    def free_share(self) -> float:
-        return 0.0
+    learns_reuse = False
+    free_share = 0.0
 
 
 @final

@@ -37,6 +37,7 @@ class TailInflated:
     batch: int = 32
     decay: float = 0.9
     decay_s: float = 30.0
+    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s
@@ -48,7 +49,3 @@ class TailInflated:
             score = min(estimate.expected_length, longest) + beta * tail
         waits_from = arrival_s * -math.log(self.decay) / self.decay_s
         return math.log(max(score, 1.0)) + waits_from, arrival_s, sequence.key
-
-    @property
-    def max_passes(self) -> int:
-        return 0

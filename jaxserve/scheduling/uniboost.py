@@ -37,6 +37,7 @@ class Boosted:
     gamma: float = 0.05
     prompt_token_s: float = 2e-4
     token_s: float = 0.02
+    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s
@@ -46,10 +47,6 @@ class Boosted:
         prompt_s = self.prompt_token_s * sequence.prompt_length
         work_s = prompt_s + self.token_s * (1 + sequence.num_planned_outputs)
         return -math.log(-math.expm1(-self.gamma * work_s)) / self.gamma
-
-    @property
-    def max_passes(self) -> int:
-        return 0
 
 
 @final

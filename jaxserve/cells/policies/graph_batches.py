@@ -298,14 +298,11 @@ class IdenticalGraphs:
     """
 
     max_graphs: int | None = None
+    name = "identical_graphs"
 
     def __post_init__(self) -> None:
         if self.max_graphs is not None:
             check_max_graphs(self.name, self.max_graphs)
-
-    @property
-    def name(self) -> str:
-        return "identical_graphs"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
         most = min(type.max_batch for type in types)
@@ -323,9 +320,7 @@ def _structure_of(graph: CellGraph) -> Hashable:
 class OneAtATime:
     """The first request runs alone, its nodes in order, one node in each task."""
 
-    @property
-    def name(self) -> str:
-        return "one_at_a_time"
+    name = "one_at_a_time"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
         waiting = Buckets(lambda _: 0, 1, is_round_robin=False)

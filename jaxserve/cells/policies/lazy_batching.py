@@ -46,6 +46,7 @@ class LazyBatching:
     target_s: float = 0.1
     cell_s: Mapping[str, float]
     expected_steps: int = 64
+    name = "lazy_batching"
 
     def __post_init__(self) -> None:
         if not self.target_s > 0 or self.expected_steps < 1:
@@ -53,10 +54,6 @@ class LazyBatching:
                 f"policy {self.name!r}: target_s={self.target_s} and expected_steps="
                 f"{self.expected_steps} are not allowed; pass a target above 0 and at least 1 step"
             )
-
-    @property
-    def name(self) -> str:
-        return "lazy_batching"
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> LazyBatchingScheduler:
         missing = [type.name for type in types if type.name not in self.cell_s]
