@@ -9,18 +9,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.planning.schedules import DeviceRoofs, TransformerShape
+from jaxserve.planning.schedules import CLUSTERS, DeviceRoofs, TransformerShape
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
 
-# NVIDIA A100 80 GB (SXM): data sheet; one direction of NVLink and of PCIe 4.0 x16.
-A100 = DeviceRoofs(
-    flops=312e12,
-    memory_bytes_per_s=2.039e12,
-    link_bytes_per_s=31.5e9,
-    memory_bytes=80e9,
-    peer_bytes_per_s=300e9,
-)
+A100 = CLUSTERS["A100"].roofs  # 80 GB, SXM
 
 
 @final

@@ -273,6 +273,19 @@ _NVLINK: dict[str, Any] = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 
 
 # Data sheets: dense 16-bit tensor operations; one direction of each link. Table 2 of the paper for
 # the numbers of devices and the networks of A40 and A100.
+_H100 = Cluster(
+    roofs=DeviceRoofs(
+        flops=989.4e12,
+        memory_bytes_per_s=3350e9,
+        link_bytes_per_s=63e9,
+        memory_bytes=80e9,
+        peer_bytes_per_s=450e9,
+    ),
+    num_devices=16,
+    devices_per_machine=8,
+    network_bytes_per_s=50e9,
+    **_NVLINK,
+)
 CLUSTERS = {
     "A40": Cluster(
         roofs=DeviceRoofs(
@@ -300,30 +313,8 @@ CLUSTERS = {
         network_bytes_per_s=25e9,
         **_NVLINK,
     ),
-    "H100": Cluster(
-        roofs=DeviceRoofs(
-            flops=989.4e12,
-            memory_bytes_per_s=3350e9,
-            link_bytes_per_s=63e9,
-            memory_bytes=80e9,
-            peer_bytes_per_s=450e9,
-        ),
-        num_devices=16,
-        devices_per_machine=8,
-        network_bytes_per_s=50e9,
-        **_NVLINK,
-    ),
-    "H200": Cluster(
-        roofs=DeviceRoofs(
-            flops=989.4e12,
-            memory_bytes_per_s=4800e9,
-            link_bytes_per_s=63e9,
-            memory_bytes=141e9,
-            peer_bytes_per_s=450e9,
-        ),
-        num_devices=16,
-        devices_per_machine=8,
-        network_bytes_per_s=50e9,
-        **_NVLINK,
+    "H100": _H100,
+    "H200": replace(
+        _H100, roofs=replace(_H100.roofs, memory_bytes_per_s=4800e9, memory_bytes=141e9)
     ),
 }
