@@ -46,9 +46,9 @@ def byte_level_json() -> str:
     return backend.to_str()
 
 
-@cache
-def _sentencepiece() -> str:
-    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+def with_sentencepiece_ends(model: models.Model) -> tokenizers.Tokenizer:
+    """Return a tokenizer with the normalizer and the decoder of Llama 2."""
+    backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
@@ -60,6 +60,12 @@ def _sentencepiece() -> str:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    return backend
+
+
+@cache
+def _sentencepiece() -> str:
+    backend = with_sentencepiece_ends(models.BPE(unk_token="<unk>"))
     # Words alone are merged, as SentencePiece trains; the finished tokenizer splits nothing.
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     trainer = trainers.BpeTrainer(

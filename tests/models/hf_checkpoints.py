@@ -12,7 +12,7 @@ import transformers
 
 VOCAB_SIZE = 101
 
-_SIZES = dict(
+SIZES = dict(
     vocab_size=VOCAB_SIZE,
     hidden_size=48,
     intermediate_size=80,
@@ -45,7 +45,7 @@ _OPT_SIZES = dict(
     max_position_embeddings=256,
     init_std=0.3,
 )
-_LATENT = _SIZES | dict(
+_LATENT = SIZES | dict(
     num_key_value_heads=6,
     q_lora_rank=20,
     kv_lora_rank=12,
@@ -150,13 +150,13 @@ def _of(
 
 
 VARIANTS = {
-    "llama": _of("LlamaConfig", _SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
-    "internlm3": _of("InternLM3Config", _SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
-    "cwm": _of("CwmConfig", _SIZES, head_dim=16, sliding_window=7),
-    "arcee": _of("ArceeConfig", _SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
+    "llama": _of("LlamaConfig", SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
+    "internlm3": _of("InternLM3Config", SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
+    "cwm": _of("CwmConfig", SIZES, head_dim=16, sliding_window=7),
+    "arcee": _of("ArceeConfig", SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
     "llama3_rope": _of(
         "LlamaConfig",
-        _SIZES,
+        SIZES,
         saved=dict(max_shard_size="40KB"),
         rope_parameters=dict(
             rope_type="llama3",
@@ -168,21 +168,21 @@ VARIANTS = {
         ),
     ),
     "linear_rope": _of(
-        "LlamaConfig", _SIZES, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+        "LlamaConfig", SIZES, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)
     ),
     "yarn_rope": _of(
         "LlamaConfig",
-        _SIZES,
+        SIZES,
         rope_parameters=dict(
             rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64
         ),
     ),
-    "mistral": _of("MistralConfig", _SIZES, sliding_window=7, head_dim=16),
+    "mistral": _of("MistralConfig", SIZES, sliding_window=7, head_dim=16),
     "qwen2": _of(
-        "Qwen2Config", _SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1
+        "Qwen2Config", SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
-    "qwen3": _of("Qwen3Config", _SIZES, head_dim=16, tie_word_embeddings=True),
-    "smollm2": _of("LlamaConfig", _SIZES, tie_word_embeddings=True, rope_theta=1e5),
+    "qwen3": _of("Qwen3Config", SIZES, head_dim=16, tie_word_embeddings=True),
+    "smollm2": _of("LlamaConfig", SIZES, tie_word_embeddings=True, rope_theta=1e5),
     "gpt2": _of("GPT2Config", _GPT_SIZES),
     "gpt_bigcode": _of("GPTBigCodeConfig", _GPT_SIZES, n_inner=80),
     "gpt_bigcode_heads": _of("GPTBigCodeConfig", _GPT_SIZES, multi_query=False),
@@ -198,7 +198,7 @@ VARIANTS = {
         max_position_embeddings=256,
         initializer_range=0.3,
     ),
-    "biogpt": _of("BioGptConfig", _SIZES, tie_word_embeddings=False),
+    "biogpt": _of("BioGptConfig", SIZES, tie_word_embeddings=False),
     "xglm": _of(
         "XGLMConfig",
         vocab_size=VOCAB_SIZE,
@@ -210,18 +210,18 @@ VARIANTS = {
         init_std=0.3,
         tie_word_embeddings=False,
     ),
-    "exaone4": _of("Exaone4Config", _SIZES, _WINDOWS),
-    "apertus": _of("ApertusConfig", _SIZES, attention_bias=True),
-    "stablelm": _of("StableLmConfig", _SIZES, use_qkv_bias=True),
+    "exaone4": _of("Exaone4Config", SIZES, _WINDOWS),
+    "apertus": _of("ApertusConfig", SIZES, attention_bias=True),
+    "stablelm": _of("StableLmConfig", SIZES, use_qkv_bias=True),
     "stablelm_parallel": _of(
-        "StableLmConfig", _SIZES, use_parallel_residual=True, qk_layernorm=True
+        "StableLmConfig", SIZES, use_parallel_residual=True, qk_layernorm=True
     ),
-    "starcoder2": _of("Starcoder2Config", _SIZES, sliding_window=7),
-    "nemotron": _of("NemotronConfig", _SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
-    "jais2": _of("Jais2Config", _SIZES, head_dim=16),
-    "cohere": _of("CohereConfig", _SIZES, attention_bias=True, logit_scale=0.5),
-    "cohere_plus": _of("CohereConfig", _SIZES, use_qk_norm=True),
-    "cohere2": _of("Cohere2Config", _SIZES, _WINDOWS, logit_scale=0.5),
+    "starcoder2": _of("Starcoder2Config", SIZES, sliding_window=7),
+    "nemotron": _of("NemotronConfig", SIZES, head_dim=16, attention_bias=True, mlp_bias=True),
+    "jais2": _of("Jais2Config", SIZES, head_dim=16),
+    "cohere": _of("CohereConfig", SIZES, attention_bias=True, logit_scale=0.5),
+    "cohere_plus": _of("CohereConfig", SIZES, use_qk_norm=True),
+    "cohere2": _of("Cohere2Config", SIZES, _WINDOWS, logit_scale=0.5),
     "falcon": _of("FalconConfig", _FALCON_SIZES, bias=True),
     "falcon_40b": _of(
         "FalconConfig",
@@ -264,37 +264,37 @@ VARIANTS = {
     "gptj": _of("GPTJConfig", _GPT_SIZES, rotary_dim=4),
     "codegen": _of("CodeGenConfig", _GPT_SIZES, n_head=8, n_embd=64, n_inner=80, rotary_dim=4),
     "persimmon": _of(
-        "PersimmonConfig", {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}
+        "PersimmonConfig", {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
     ),
     "gpt_neox": _of(
         "GPTNeoXConfig",
-        _SIZES,
+        SIZES,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     "gpt_neox_in_turn": _of(
         "GPTNeoXConfig",
-        _SIZES,
+        SIZES,
         use_parallel_residual=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
     ),
-    "gemma": _of("GemmaConfig", _SIZES, head_dim=16, attention_bias=True),
+    "gemma": _of("GemmaConfig", SIZES, head_dim=16, attention_bias=True),
     "vaultgemma": _of(
         "VaultGemmaConfig",
-        _SIZES,
+        SIZES,
         _WINDOWS,
         head_dim=16,
         query_pre_attn_scalar=24,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
     ),
-    "glm": _of("GlmConfig", _SIZES, head_dim=16, pad_token_id=0),
-    "glm4": _of("Glm4Config", _SIZES, head_dim=16, pad_token_id=0),
-    "ernie4_5": _of("Ernie4_5Config", _SIZES, head_dim=16, use_bias=True),
-    "helium": _of("HeliumConfig", _SIZES, head_dim=8, attention_bias=True, mlp_bias=True),
+    "glm": _of("GlmConfig", SIZES, head_dim=16, pad_token_id=0),
+    "glm4": _of("Glm4Config", SIZES, head_dim=16, pad_token_id=0),
+    "ernie4_5": _of("Ernie4_5Config", SIZES, head_dim=16, use_bias=True),
+    "helium": _of("HeliumConfig", SIZES, head_dim=8, attention_bias=True, mlp_bias=True),
     # with its head tied, it would repeat a token
     "gemma2": _of(
         "Gemma2Config",
-        _SIZES,
+        SIZES,
         _WINDOWS,
         head_dim=16,
         query_pre_attn_scalar=24,
@@ -304,7 +304,7 @@ VARIANTS = {
     ),
     "gemma3": _of(
         "Gemma3TextConfig",
-        _SIZES,
+        SIZES,
         _WINDOWS,
         head_dim=16,
         query_pre_attn_scalar=24,
@@ -316,7 +316,7 @@ VARIANTS = {
     ),
     "smollm3": _of(
         "SmolLM3Config",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         no_rope_layers=[1, 0, 0, 1],
         pad_token_id=None,
@@ -325,12 +325,12 @@ VARIANTS = {
         attention_bias=True,
         mlp_bias=True,
     ),
-    "granite": _of("GraniteConfig", _SIZES, _FACTORS, attention_bias=True, mlp_bias=True),
-    "olmo": _of("OlmoConfig", _SIZES, pad_token_id=None, attention_bias=True, clip_qkv=1.5),
-    "olmo2": _of("Olmo2Config", _SIZES, pad_token_id=None, attention_bias=True),
+    "granite": _of("GraniteConfig", SIZES, _FACTORS, attention_bias=True, mlp_bias=True),
+    "olmo": _of("OlmoConfig", SIZES, pad_token_id=None, attention_bias=True, clip_qkv=1.5),
+    "olmo2": _of("Olmo2Config", SIZES, pad_token_id=None, attention_bias=True),
     "olmo3": _of(
         "Olmo3Config",
-        _SIZES,
+        SIZES,
         _WINDOWS,
         pad_token_id=None,
         rope_parameters=dict(
@@ -342,26 +342,26 @@ VARIANTS = {
     ),
     "phi3": _of(
         "Phi3Config",
-        _SIZES,
+        SIZES,
         head_dim=20,
         pad_token_id=None,
         sliding_window=9,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.7),
     ),
     # Sequences of 12 tokens and more have long factors, as in a runtime of a longer context.
-    "phi3_longrope": _of("Phi3Config", _SIZES, LONGROPE, original_max_position_embeddings=11),
+    "phi3_longrope": _of("Phi3Config", SIZES, LONGROPE, original_max_position_embeddings=11),
     "seed_oss": _of(
         "SeedOssConfig",
-        _SIZES,
+        SIZES,
         head_dim=20,
         pad_token_id=None,
         attention_out_bias=True,
         mlp_bias=True,
     ),
-    "ministral": _of("MinistralConfig", _SIZES, _WINDOWS, head_dim=16),
+    "ministral": _of("MinistralConfig", SIZES, _WINDOWS, head_dim=16),
     "ministral3": _of(
         "Ministral3Config",
-        _SIZES,
+        SIZES,
         head_dim=20,
         pad_token_id=None,
         sliding_window=15,
@@ -377,7 +377,7 @@ VARIANTS = {
     ),
     "gemma4": _of(
         "Gemma4TextConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=7,
         layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
         sliding_window=7,
@@ -400,7 +400,7 @@ VARIANTS = {
     # Without shared keys, inputs of layers and keys that are values.
     "gemma4_plain": _of(
         "Gemma4TextConfig",
-        _SIZES,
+        SIZES,
         _WINDOWS,
         head_dim=12,
         global_head_dim=20,
@@ -408,11 +408,11 @@ VARIANTS = {
         tie_word_embeddings=False,
     ),
     "mixtral": _of(
-        "MixtralConfig", _SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=9
+        "MixtralConfig", SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=9
     ),
     "qwen3_moe": _of(
         "Qwen3MoeConfig",
-        _SIZES,
+        SIZES,
         head_dim=16,
         num_experts=6,
         num_experts_per_tok=3,
@@ -421,7 +421,7 @@ VARIANTS = {
     ),
     "qwen2_moe": _of(
         "Qwen2MoeConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         num_experts=6,
         num_experts_per_tok=2,
@@ -434,7 +434,7 @@ VARIANTS = {
     ),
     "gpt_oss": _of(
         "GptOssConfig",
-        _SIZES,
+        SIZES,
         head_dim=16,
         num_local_experts=6,
         num_experts_per_tok=2,
@@ -443,7 +443,7 @@ VARIANTS = {
     ),
     "llama4": _of(
         "Llama4TextConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=4,
         intermediate_size_mlp=60,
         head_dim=16,
@@ -466,15 +466,15 @@ VARIANTS = {
     ),
     "hunyuan": _of(
         "HunYuanDenseV1Config",
-        _SIZES,
+        SIZES,
         head_dim=16,
         attention_bias=True,
         rope_parameters=dict(rope_type="dynamic", rope_theta=1e2, alpha=20.0, factor=1.0),
     ),
-    "hunyuan_moe": _of("HunYuanMoEV1Config", _SIZES, head_dim=16, num_experts=6, moe_topk=[2, 2]),
+    "hunyuan_moe": _of("HunYuanMoEV1Config", SIZES, head_dim=16, num_experts=6, moe_topk=[2, 2]),
     "olmoe": _of(
         "OlmoeConfig",
-        _SIZES,
+        SIZES,
         attention_bias=True,
         clip_qkv=1.5,
         num_experts=6,
@@ -483,7 +483,7 @@ VARIANTS = {
     ),
     "glm4_moe": _of(
         "Glm4MoeConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         head_dim=16,
         attention_bias=True,
@@ -530,7 +530,7 @@ VARIANTS = {
     ),
     "phimoe": _of(
         "PhimoeConfig",
-        _SIZES,
+        SIZES,
         attention_bias=True,
         lm_head_bias=True,
         sliding_window=9,
@@ -539,7 +539,7 @@ VARIANTS = {
     ),
     "dots1": _of(
         "Dots1Config",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         sliding_window=9,
         max_window_layers=1,
@@ -551,7 +551,7 @@ VARIANTS = {
     ),
     "ernie4_5_moe": _of(
         "Ernie4_5_MoeConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=4,
         use_bias=True,
         moe_intermediate_size=20,
@@ -562,18 +562,18 @@ VARIANTS = {
     ),
     "minimax_m2": _of(
         "MiniMaxM2Config",
-        _SIZES,
+        SIZES,
         head_dim=16,
         num_local_experts=6,
         num_experts_per_tok=2,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     "granitemoe": _of(
-        "GraniteMoeConfig", _SIZES, _FACTORS, attention_bias=True, num_local_experts=6
+        "GraniteMoeConfig", SIZES, _FACTORS, attention_bias=True, num_local_experts=6
     ),
     "granitemoeshared": _of(
         "GraniteMoeSharedConfig",
-        _SIZES,
+        SIZES,
         _FACTORS,
         num_local_experts=6,
         num_experts_per_tok=3,
@@ -582,7 +582,7 @@ VARIANTS = {
     # layers with and without experts, a tensor for all experts
     "qwen3_moe_mixed": _of(
         "Qwen3MoeConfig",
-        _SIZES,
+        SIZES,
         saved=dict(save_original_format=False),
         num_hidden_layers=4,
         head_dim=16,
@@ -614,7 +614,7 @@ VARIANTS = {
     ),
     "jamba": _of(
         "JambaConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=4,
         num_experts=6,
         attn_layer_period=3,
@@ -638,7 +638,7 @@ VARIANTS = {
     ),
     "bamba": _of(
         "BambaConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         attn_layer_indices=[1],
         attention_bias=True,
@@ -653,7 +653,7 @@ VARIANTS = {
     ),
     "qwen3_next": _of(
         "Qwen3NextConfig",
-        _SIZES,
+        SIZES,
         _DELTA_RULE,
         _SHARED_EXPERT,
         num_hidden_layers=3,
@@ -663,14 +663,14 @@ VARIANTS = {
     ),
     "qwen3_5_moe": _of(
         "Qwen3_5MoeTextConfig",
-        {k: v for k, v in _SIZES.items() if k != "intermediate_size"},
+        {k: v for k, v in SIZES.items() if k != "intermediate_size"},
         _DELTA_RULE,
         _SHARED_EXPERT,
         layer_types=["linear_attention", "full_attention"],
     ),
     "qwen3_5": _of(
         "Qwen3_5TextConfig",
-        _SIZES,
+        SIZES,
         _DELTA_RULE,
         num_hidden_layers=3,
         rope_parameters=dict(
@@ -682,11 +682,11 @@ VARIANTS = {
         ),
     ),
     "granite_hybrid": _of(
-        "GraniteMoeHybridConfig", _SIZES, _GRANITE_HYBRID, num_hidden_layers=3, num_local_experts=0
+        "GraniteMoeHybridConfig", SIZES, _GRANITE_HYBRID, num_hidden_layers=3, num_local_experts=0
     ),
     "granite_hybrid_moe": _of(
         "GraniteMoeHybridConfig",
-        _SIZES,
+        SIZES,
         _GRANITE_HYBRID,
         num_hidden_layers=3,
         intermediate_size=20,
@@ -694,13 +694,13 @@ VARIANTS = {
         num_experts_per_tok=3,
         position_embedding_type="rope",
     ),
-    "falcon_h1": _of("FalconH1Config", _SIZES, _FALCON_H1, projectors_bias=True),
+    "falcon_h1": _of("FalconH1Config", SIZES, _FALCON_H1, projectors_bias=True),
     "falcon_h1_norm": _of(
-        "FalconH1Config", _SIZES, _FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=True
+        "FalconH1Config", SIZES, _FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=True
     ),
     "nemotron_h": _of(
         "NemotronHConfig",
-        {k: v for k, v in _SIZES.items() if k != "num_hidden_layers"},
+        {k: v for k, v in SIZES.items() if k != "num_hidden_layers"},
         _NEMOTRON_MAMBA,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
         head_dim=16,
@@ -708,7 +708,7 @@ VARIANTS = {
     ),
     "nemotron_h_moe": _of(
         "NemotronHConfig",
-        {k: v for k, v in _SIZES.items() if k != "num_hidden_layers"},
+        {k: v for k, v in SIZES.items() if k != "num_hidden_layers"},
         _NEMOTRON_MAMBA,
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
         head_dim=16,
@@ -723,7 +723,7 @@ VARIANTS = {
     ),
     "lfm2_moe": _of(
         "Lfm2MoeConfig",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         layer_types=["conv", "full_attention", "conv"],
         conv_bias=True,
@@ -736,7 +736,7 @@ VARIANTS = {
     ),
     "lfm2": _of(
         "Lfm2Config",
-        _SIZES,
+        SIZES,
         num_hidden_layers=3,
         full_attn_idxs=[1],
         conv_bias=True,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
@@ -18,6 +18,7 @@ from jaxserve.engine.answers import TextAssembler
 from jaxserve.engine.grammars import outline, read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.build import with_token_options
+from tests.common.vocabularies import with_sentencepiece_ends
 
 pytestmark = pytest.mark.fast
 
@@ -56,19 +57,8 @@ def _space_prefix() -> tokenizers.Tokenizer:
         for cut in range(1, len(word))
         if word[:cut] in WORDS and word[cut:] in WORDS
     ]
-    backend = tokenizers.Tokenizer(
+    backend = with_sentencepiece_ends(
         models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
     )
     backend.add_special_tokens(list(SPECIAL))
     return backend

@@ -24,20 +24,10 @@ from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.gguf_architectures import ARCHITECTURES, Facts, config_of
 from tests.common.tiers import some
 from tests.models.gguf_models import permuted
-from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits
+from tests.models.hf_checkpoints import SIZES, VARIANTS, VOCAB_SIZE, torch_logits
 from tests.models.serving import Server
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 29)
-SIZES = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-)
 PHI3 = SIZES | dict(pad_token_id=None)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 
@@ -175,31 +165,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         ),
         False,
     ),
-    "gemma4": (
-        "gemma4",
-        "Gemma4TextConfig",
-        dict(
-            {**SIZES, "num_hidden_layers": 7},
-            layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
-            sliding_window=7,
-            head_dim=12,
-            global_head_dim=20,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            num_kv_shared_layers=3,
-            use_double_wide_mlp=True,
-            vocab_size_per_layer_input=VOCAB_SIZE,
-            hidden_size_per_layer_input=14,
-            final_logit_softcapping=3.0,
-            rope_parameters=dict(
-                sliding_attention=dict(rope_type="default", rope_theta=1e4),
-                full_attention=dict(
-                    rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.6
-                ),
-            ),
-        ),
-        False,
-    ),
+    "gemma4": ("gemma4", *VARIANTS["gemma4"][:2], False),
     "granite": (
         "granite",
         "GraniteConfig",

@@ -18,19 +18,10 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.families import WRAPPERS, config_from_hf
 from jaxserve.models.store import load_model
 from tests.common.tiers import some
+from tests.models.hf_checkpoints import SIZES
 
 TOKENS = [5, 7, 9, 11, 3, 2, 8, 5, 60, 1]
-_TEXT: dict[str, Any] = dict(
-    vocab_size=101,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-)
-_WIDE = _TEXT | {"head_dim": 16}
+_WIDE = SIZES | {"head_dim": 16}
 _TOWER = dict(
     hidden_size=16,
     intermediate_size=16,
@@ -60,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4": (
         "Gemma4",
-        _TEXT
+        SIZES
         | dict(
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=4,
@@ -87,28 +78,28 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llava": (
         "Llava",
-        _TEXT | {"model_type": "llama"},
+        SIZES | {"model_type": "llama"},
         _TOWER | {"model_type": "clip_vision_model"},
     ),
     "llava_next": (
         "LlavaNext",
-        _TEXT | {"model_type": "mistral", "sliding_window": None},
+        SIZES | {"model_type": "mistral", "sliding_window": None},
         _TOWER | {"model_type": "clip_vision_model"},
     ),
     "llava_onevision": (
         "LlavaOnevision",
-        _TEXT | {"model_type": "qwen2"},
+        SIZES | {"model_type": "qwen2"},
         _TOWER | {"model_type": "siglip_vision_model"},
     ),
     "internvl": ("InternVL", _WIDE | {"model_type": "qwen3"}, _TOWER),
     "qwen2_vl": (
         "Qwen2VL",
-        _TEXT | {"rope_parameters": _ROTATION},
+        SIZES | {"rope_parameters": _ROTATION},
         dict(depth=1, embed_dim=16, hidden_size=48, num_heads=2),
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
-        _TEXT | {"rope_parameters": _ROTATION},
+        SIZES | {"rope_parameters": _ROTATION},
         _QWEN_TOWER | {"fullatt_block_indexes": [0]},
     ),
     "qwen3_vl": (
