@@ -197,11 +197,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with Runtimes(options) as runtimes:
         section = SectionVI(options, runtimes, policies)
         parts = section.play()
-    return {
-        "alone_s": section.alone_s,
-        "interval_s": section.seconds(PAPER_INTERVAL_MS),
-        **parts,
-    }
+    return {"alone_s": section.alone_s, "interval_s": section.seconds(PAPER_INTERVAL_MS), **parts}
 
 
 OPTIONS = (

@@ -70,10 +70,7 @@ MACHINES = {
 TWO = (STATELESS, "pensieve")
 THREE = (STATELESS, "pensieve_device_only", "pensieve")
 ALL = (STATELESS, "s3_oracle", *THREE[1:], "auto")
-KNOWN = {
-    **{name: PRESETS[name] for name in ALL},
-    "pensieve_lru": VARIANTS["pensieve_lru"],
-}
+KNOWN = {**{name: PRESETS[name] for name in ALL}, "pensieve_lru": VARIANTS["pensieve_lru"]}
 
 
 @final

@@ -95,8 +95,7 @@ def _load(options: argparse.Namespace, quantize: str | None) -> LoadedModel:
 
     has_choice = quantize not in (None, "bf16", "keep")
     how = RuntimeOptions(
-        quantize=quantize,
-        quantize_embeddings=options.quantize_embeddings if has_choice else None,
+        quantize=quantize, quantize_embeddings=options.quantize_embeddings if has_choice else None
     )
     return load_model(options.model, dtype=options.dtype, quantisation=Quantisation.of(how))
 

@@ -118,10 +118,7 @@ class LengthPredictor:
         return self._merged(self.params)
 
     def apply(
-        self,
-        params: Params,
-        tokens: Int[Array, "texts tokens"],
-        mask: Bool[Array, "texts tokens"],
+        self, params: Params, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
     ) -> Float32[Array, "texts buckets"]:
         """Return logits without dropout; a pure function, for `jax.jit`.
 
@@ -249,10 +246,7 @@ class LengthPredictor:
         return nnx.merge(self._graphdef, state, self._rest, copy=True)
 
     def _pooled(
-        self,
-        params: Params,
-        tokens: Int[Array, "texts tokens"],
-        mask: Bool[Array, "texts tokens"],
+        self, params: Params, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
     ) -> Float32[Array, "texts hidden_size"]:
         return mean_pooled(self._merged(params).encoder(tokens, mask), mask)
 

@@ -20,10 +20,7 @@ from benchmarks.common.harness import Benchmark, of_options, option
 from jaxserve.core.errors import InvalidConfigError
 
 # Vocabulary, hidden and intermediate size, layers, heads and KV heads.
-SHAPES = {
-    "8b": (128256, 4096, 14336, 32, 32, 8),
-    "small": (512, 256, 512, 2, 4, 2),
-}
+SHAPES = {"8b": (128256, 4096, 14336, 32, 32, 8), "small": (512, 256, 512, 2, 4, 2)}
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_layers", "num_heads", "num_kv_heads"),

@@ -39,9 +39,6 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def h100(num_devices: int = 1) -> Mesh:
     """Return a mesh of H100s of one machine to compile for; no device is needed."""
     topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h100",
-        target_config=_H100,
-        topology=f"1x1x{num_devices}",
+        platform="cuda", topology_name="h100", target_config=_H100, topology=f"1x1x{num_devices}"
     )
     return Mesh(topology.devices, ("tensor",))

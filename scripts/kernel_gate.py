@@ -373,9 +373,7 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
     is_large = steps.is_llama_3_8b or steps.mixture is not None
     variant = Variant.GREEDY if is_large else Variant.FULL
     for kind, compiled in zip(
-        ("mixed step", "decode loop"),
-        programs.compiled_steps(params, cache, variant),
-        strict=True,
+        ("mixed step", "decode loop"), programs.compiled_steps(params, cache, variant), strict=True
     ):
         name = f"{kind}, {steps}"
         own_bytes = _num_bytes(cache) // steps.num_shards

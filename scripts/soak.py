@@ -158,10 +158,7 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
         "num_resizes": num_resizes,
         "resident_bytes": sizes,
         "growth": growth,
-        "host_and_device": {
-            "pages_out": stats.num_pages_out,
-            "pages_in": stats.num_pages_in,
-        },
+        "host_and_device": {"pages_out": stats.num_pages_out, "pages_in": stats.num_pages_in},
         "problems": problems,
     }
 

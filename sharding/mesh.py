@@ -37,11 +37,7 @@ def check_tensor_axis(mesh: Mesh, *, num_heads: int, num_kv_heads: int, num_mlp_
 
 
 def make_mesh(
-    *,
-    data: int = 1,
-    stage: int = 1,
-    tensor: int = 1,
-    devices: Sequence[Any] | None = None,
+    *, data: int = 1, stage: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Make a mesh over the first `data * stage * tensor` of `devices` (default: `jax.devices()`).
 

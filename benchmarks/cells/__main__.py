@@ -50,11 +50,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sizes = SIZES[options.size]
     about = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
     record = Record.of(
-        "cells",
-        options,
-        sizes={**about, "max_batch": dict(sizes.max_batch)},
-        points=[],
-        task_s={},
+        "cells", options, sizes={**about, "max_batch": dict(sizes.max_batch)}, points=[], task_s={}
     )
     for name in names:
         _Sweeps(name, options, record).play()

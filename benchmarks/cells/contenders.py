@@ -8,13 +8,7 @@ from typing import Any, Literal, final
 
 from benchmarks.cells.applications import Sizes
 from jaxserve.cells import BatchMaker
-from jaxserve.cells.policies import (
-    GraphMerging,
-    IdenticalGraphs,
-    LazyBatching,
-    OneAtATime,
-    Padding,
-)
+from jaxserve.cells.policies import GraphMerging, IdenticalGraphs, LazyBatching, OneAtATime, Padding
 from jaxserve.core.errors import InvalidConfigError
 
 OURS = "batchmaker"

@@ -58,9 +58,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return measure(model, requests[application])
 
     runs = take_turns(APPLICATIONS, options.repeats, play)
-    return {
-        "points": [{"application": name, **summary(own)} for name, own in runs.items()],
-    }
+    return {"points": [{"application": name, **summary(own)} for name, own in runs.items()]}
 
 
 def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, float]:
@@ -72,10 +70,7 @@ def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, floa
     layout = CellLayout(model.cells)
     clock = WallClock()
     engine = CellEngine(
-        HostCells(layout),
-        BatchMaker(max_tasks_to_submit=_MAX_FUSED),
-        clock,
-        max_nodes=MAX_NODES,
+        HostCells(layout), BatchMaker(max_tasks_to_submit=_MAX_FUSED), clock, max_nodes=MAX_NODES
     )
     gc.collect()
     gc.freeze()

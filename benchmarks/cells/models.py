@@ -31,10 +31,7 @@ class Counted(nnx.Module):
         self.decoder = decoder
 
     def __call__(
-        self,
-        token: Int32[Array, " batch"],
-        left: Int32[Array, " batch"],
-        **state: Batch,
+        self, token: Int32[Array, " batch"], left: Int32[Array, " batch"], **state: Batch
     ) -> dict[str, jax.Array]:
         return {**self.decoder(token, **state), "left": left - 1}
 

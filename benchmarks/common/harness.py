@@ -22,11 +22,7 @@ Option = tuple[str, dict[str, Any]]
 
 
 def option(
-    flag: str,
-    default: Any,
-    text: str,
-    parse: Callable[[str], Any] | None = None,
-    **more: Any,
+    flag: str, default: Any, text: str, parse: Callable[[str], Any] | None = None, **more: Any
 ) -> Option:
     """Return one option of a command.
 

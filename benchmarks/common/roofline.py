@@ -34,10 +34,7 @@ class Machine:
     @property
     def figures(self) -> dict[str, float]:
         """The rates that `measure_gpu` returns, as results of GPUs have them."""
-        return {
-            "copy_bytes_per_s": self.bytes_per_s,
-            "product_flops_per_s": self.flops_per_s,
-        }
+        return {"copy_bytes_per_s": self.bytes_per_s, "product_flops_per_s": self.flops_per_s}
 
     def step_s(self, *, flops: float, num_bytes: float) -> float:
         """Return the least seconds of a step with this amount of work."""

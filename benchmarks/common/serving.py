@@ -121,11 +121,7 @@ class Runtimes:
 
 
 def measure(
-    rt: Runtime,
-    items: Sequence[WorkloadItem],
-    *,
-    label: str,
-    follow_up: FollowUp | None = None,
+    rt: Runtime, items: Sequence[WorkloadItem], *, label: str, follow_up: FollowUp | None = None
 ) -> tuple[dict[str, Any], list[Completion]]:
     """Play the items, and their follow-ups, against a runtime that may have run before.
 

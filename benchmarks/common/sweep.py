@@ -44,12 +44,7 @@ def play_every(
 
 
 def climb(
-    play: Play,
-    names: Sequence[str],
-    *,
-    start: float,
-    repeats: int,
-    max_rates: int = MAX_RATES,
+    play: Play, names: Sequence[str], *, start: float, repeats: int, max_rates: int = MAX_RATES
 ) -> dict[str, Curve]:
     """Double the rate, policies in turns, until each has a reason to stop.
 

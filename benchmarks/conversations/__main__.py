@@ -68,11 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
 
         sets = [played(int(least), mean_s) for least, mean_s in product(rounds, reactions)]
-    return {
-        "repeats": num_repeats,
-        "missing_baselines": missing_baselines(policies),
-        "sets": sets,
-    }
+    return {"repeats": num_repeats, "missing_baselines": missing_baselines(policies), "sets": sets}
 
 
 def _device(runtimes: Runtimes) -> Play:

@@ -36,10 +36,7 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 
 # The ways that differ when a slot is free, and when the turn waits for one. "on_device" is the
 # bound: the pages are on the device already.
-SITUATIONS = {
-    "at_once": ("on_device", "on_admission", "per_layer"),
-    "waits": RESTORES,
-}
+SITUATIONS = {"at_once": ("on_device", "on_admission", "per_layer"), "waits": RESTORES}
 # Tokens of the other sequences before the measurement, and to time a token undisturbed.
 _BEFORE, _UNDISTURBED = 4, 48
 # Tokens of the turn itself.

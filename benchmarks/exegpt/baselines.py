@@ -18,11 +18,7 @@ from jaxserve.planning.schedules import (
     Points,
     TaskLengths,
 )
-from jaxserve.planning.schedules.continuous import (
-    CHUNKS,
-    ContinuousTimeline,
-    mixed_iteration_s,
-)
+from jaxserve.planning.schedules.continuous import CHUNKS, ContinuousTimeline, mixed_iteration_s
 from jaxserve.planning.schedules.layer_cost import Numbers, Pipeline
 
 # All batches up to this many sequences are tried, and larger ones in steps of a thousandth.

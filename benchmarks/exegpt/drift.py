@@ -154,10 +154,7 @@ class _Engines:
         }
 
     def _serve(
-        self,
-        lengths: list[tuple[int, int]],
-        plan: SchedulePlan,
-        pilot: AdaptingPilot | None = None,
+        self, lengths: list[tuple[int, int]], plan: SchedulePlan, pilot: AdaptingPilot | None = None
     ) -> dict[str, Any]:
         """Simulate answers of these lengths; return throughput and latencies after the drift.
 

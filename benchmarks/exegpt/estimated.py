@@ -92,10 +92,7 @@ def _long_tailed_rows(
     cautious = replace(deployment, cluster=sure)
     timelines: dict[str, tuple[Timeline, Timeline]] = {
         "rra": (RRATimeline(cautious, known), RRATimeline(deployment, lengths)),
-        "waa": (
-            WAATimeline(cautious, known),
-            WAATimeline(deployment, lengths, divided_by=known),
-        ),
+        "waa": (WAATimeline(cautious, known), WAATimeline(deployment, lengths, divided_by=known)),
     }
     rows = []
     for bound_s in static.bounds()[1::2]:

@@ -275,12 +275,7 @@ def _panels(result: Place) -> Figure:
 
 def _with_legend(figure: Figure, lines: Mapping[str, Any], columns: int | None = None) -> Figure:
     names = [name(policy) for policy in lines]
-    figure.legend(
-        lines.values(),
-        names,
-        loc="outside upper left",
-        ncols=columns or len(names),
-    )
+    figure.legend(lines.values(), names, loc="outside upper left", ncols=columns or len(names))
     return figure
 
 

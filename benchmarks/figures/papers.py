@@ -70,11 +70,7 @@ S3 = Table(
     ),
     how="simulated",
     below=lost(
-        "output tokens/s",
-        "models.*.*",
-        "output_tokens_per_s",
-        place="{at[1]}",
-        is_measured=False,
+        "output tokens/s", "models.*.*", "output_tokens_per_s", place="{at[1]}", is_measured=False
     ),
 )
 

@@ -581,10 +581,7 @@ _HTTP_COLUMNS: tuple[Column, ...] = (
     ),
     ("of the first token outside the engine, mean", _of_http("{costs[outside_engine_s]:~.1f ms}")),
     ("of the throughput in process", _of_http("{costs[throughput_share]:~.1%}")),
-    (
-        "first token later than in process, median",
-        _of_http("{costs[first_token_later_s]:~.1f ms}"),
-    ),
+    ("first token later than in process, median", _of_http("{costs[first_token_later_s]:~.1f ms}")),
     ("of the throughput over sockets", _of_http("{costs_beside_socket[throughput_share]:~.1%}")),
     (
         "first token later than over sockets, median",

@@ -452,11 +452,7 @@ def _timed(
         case = Case.of(shape, page_size=peer.page_size, layers=layers, device=device, dtype=dtype)
         attend = peer.prepare(case)
         error = case.error(attend(0))
-        return {
-            **measure(attend, layers, device),
-            "error": error,
-            "page_size": peer.page_size,
-        }
+        return {**measure(attend, layers, device), "error": error, "page_size": peer.page_size}
 
 
 OPTIONS = (

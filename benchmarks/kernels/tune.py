@@ -25,13 +25,7 @@ from benchmarks.common.harness import Benchmark, Record, option, reason, sizes_o
 from benchmarks.kernels.timing import Attention, num_layers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.kernels.paged_attention.shapes import AttentionShape
-from jaxserve.kernels.paged_attention.tilings import (
-    TUNED,
-    Entry,
-    cores_of,
-    entry_for,
-    tiling_of,
-)
+from jaxserve.kernels.paged_attention.tilings import TUNED, Entry, cores_of, entry_for, tiling_of
 
 # Values by their place in an entry, in the order in which they are tried.
 Values = Mapping[tuple[str, ...], Sequence[int]]

@@ -57,11 +57,7 @@ class Timed:
 
 
 def measure(
-    policy: str,
-    max_slots: int,
-    num_waiting: int,
-    num_steps: int,
-    max_context: int = _SHORT_CONTEXT,
+    policy: str, max_slots: int, num_waiting: int, num_steps: int, max_context: int = _SHORT_CONTEXT
 ) -> dict[str, Any]:
     """Time `num_steps` steps with full slots and a constant number of waiting requests.
 

@@ -420,10 +420,7 @@ class _PlanBuilder:
         """Return the plan and the large constants of the nodes; the next graph may take `keep`."""
         layout, stride, num_nodes = self._layout, self._layout.stride, len(self._types)
         graph = cell_graph(
-            tuple(self._types),
-            tuple(self._predecessors),
-            tuple(self._max_steps),
-            layout.loop_types,
+            tuple(self._types), tuple(self._predecessors), tuple(self._max_steps), layout.loop_types
         )
         uses = [0] * (num_nodes * stride)
         for taken in self._sources:
@@ -509,8 +506,7 @@ class _PlanBuilder:
         leaf = self._layout.types[self._layout.index_of[tree.form.leaf.key]]
         for number in range(tree.num_leaves):
             self._append(
-                leaf,
-                [self._constant(leaf, i, each[number]) for i, each in enumerate(tree.each)],
+                leaf, [self._constant(leaf, i, each[number]) for i, each in enumerate(tree.each)]
             )
         for pair in tree.shape.pairs.tolist():
             sources = []

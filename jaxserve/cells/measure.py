@@ -22,11 +22,7 @@ _FROM_SIZE = 8
 
 
 def sized(
-    cells: Sequence[BaseCell],
-    device: Any = None,
-    *,
-    largest: int = 512,
-    least_gain: float = 0.05,
+    cells: Sequence[BaseCell], device: Any = None, *, largest: int = 512, least_gain: float = 0.05
 ) -> list[BaseCell]:
     """Return cells with batches as large as pays off; create a runtime with them.
 

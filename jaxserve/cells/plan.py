@@ -179,12 +179,7 @@ class _Search:
         requests = list(zip(arrivals_s.tolist(), self._graphs, strict=True))
         policy = BatchMaker(max_tasks_to_submit=settings[-1])
         done = simulate_cells(
-            layout,
-            requests,
-            policy,
-            self._cost,
-            max_tasks_to_submit=settings[-1],
-            **self._options,
+            layout, requests, policy, self._cost, max_tasks_to_submit=settings[-1], **self._options
         )
         found = []
         for completion in done.completions:

@@ -33,12 +33,7 @@ from jaxserve.cells.graph import MAX_NODES, Graph
 from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.policy import CellPolicy
 from jaxserve.core.clock import Clock, WallClock
-from jaxserve.core.errors import (
-    InvalidConfigError,
-    InvalidRequestError,
-    JaxserveError,
-    UnfoldError,
-)
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, JaxserveError, UnfoldError
 from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import EngineLoop

@@ -16,11 +16,7 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.cli.options import ProcessOptions, SamplingOptions, ServiceOptions, flat
-from jaxserve.core.errors import (
-    GenerationInterrupted,
-    InvalidConfigError,
-    InvalidRequestError,
-)
+from jaxserve.core.errors import GenerationInterrupted, InvalidConfigError, InvalidRequestError
 from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 

@@ -503,12 +503,10 @@ class ServiceOptions:
         ),
     ] = None
     data_parallel: Annotated[
-        int,
-        _runtime("--data-parallel", text="Replicas in this process, each on its own devices."),
+        int, _runtime("--data-parallel", text="Replicas in this process, each on its own devices.")
     ] = 1
     replicas: Annotated[
-        int,
-        _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
+        int, _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`.")
     ] = 1
     roles: Annotated[
         str | None,
@@ -528,8 +526,7 @@ class ServiceOptions:
     log_level: Annotated[
         LogLevel | None,
         _runtime(
-            "--log-level",
-            text="What is logged to stderr. [default: info for serve, else warning]",
+            "--log-level", text="What is logged to stderr. [default: info for serve, else warning]"
         ),
     ] = None
 

@@ -374,10 +374,7 @@ def on_cluster(
 
 
 def on_layers(
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-    profile: Path | None,
-    **settings: Any,
+    lengths: TaskLengths, families: tuple[str, ...] | None, profile: Path | None, **settings: Any
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of this machine's devices, by measured layers."""
     import jax
@@ -395,10 +392,7 @@ def on_layers(
 
 
 def on_engine(
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-    profile: Path | None,
-    **settings: Any,
+    lengths: TaskLengths, families: tuple[str, ...] | None, profile: Path | None, **settings: Any
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of one engine on this machine, under policy `auto`."""
     from jaxserve.planning.schedules.families import FAMILIES
@@ -414,10 +408,7 @@ def on_engine(
 
 
 def on_groups(
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-    profile: Path | None,
-    **settings: Any,
+    lengths: TaskLengths, families: tuple[str, ...] | None, profile: Path | None, **settings: Any
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of two groups of this machine's devices."""
     from jaxserve.planning.schedules.frontier import GroupsSearch
@@ -668,15 +659,7 @@ def neighbours_table(
     title = f"chosen for {_bounds_of(bounds)}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("schedule")
-    for name in (
-        "B_E",
-        chosen.control_name,
-        "answers/s",
-        "",
-        "p99 answer",
-        "1st token",
-        "a token",
-    ):
+    for name in ("B_E", chosen.control_name, "answers/s", "", "p99 answer", "1st token", "a token"):
         table.add_column(name, justify="right")
     table.add_column("")
     for name, outcome in {"chosen": chosen, **neighbours}.items():

@@ -126,9 +126,7 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
     with opt.refusals():
         probe, history = train_probe(
             ProbeConfig(
-                layer=layer,
-                width=loaded.config.hidden_size,
-                hidden_size=settings.hidden_size,
+                layer=layer, width=loaded.config.hidden_size, hidden_size=settings.hidden_size
             ),
             LengthBuckets.of(
                 settings.buckets,

@@ -162,11 +162,7 @@ class Conversation:
         return self._history.turns
 
     def send(
-        self,
-        said: Said,
-        params: SamplingParams | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, said: Said, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> Completion:
         """Return the answer to the next turn, which is then in the journal.
 
@@ -224,11 +220,7 @@ class Conversation:
         return completion
 
     def stream(
-        self,
-        said: Said,
-        params: SamplingParams | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, said: Said, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> Generator[Piece]:
         """Yield the answer of `send` in pieces; the last one when the turn is in the journal.
 

@@ -11,14 +11,7 @@ from typing import Protocol, final
 
 from jaxserve.core.errors import GrammarFailedError, JaxserveError, StaleWeightsError
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import (
-    Completion,
-    FinishReason,
-    Request,
-    Sample,
-    Timing,
-    TokenLogprob,
-)
+from jaxserve.core.request import Completion, FinishReason, Request, Sample, Timing, TokenLogprob
 from jaxserve.engine.grammars import CompiledGrammar
 from jaxserve.models.thinking import Thinking
 from jaxserve.scheduling.lengths import LengthEstimate

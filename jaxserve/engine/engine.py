@@ -12,12 +12,7 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import (
-    HostMemoryError,
-    InvalidParamsError,
-    JaxserveError,
-    StepMemoryError,
-)
+from jaxserve.core.errors import HostMemoryError, InvalidParamsError, JaxserveError, StepMemoryError
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer, OpenAnswers, Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource

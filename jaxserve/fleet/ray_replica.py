@@ -263,11 +263,7 @@ class ReplicaActor:
         yield latest
 
     async def _submit(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        others: Asked,
-        on_piece: PieceSink | None = None,
+        self, prompt: Any, params: SamplingParams, others: Asked, on_piece: PieceSink | None = None
     ) -> Pending[Completion]:
         runtime = self._runtime
         assert runtime is not None

@@ -87,10 +87,7 @@ def read_along(
 
 
 def _residual(
-    graphdef: nnx.GraphDef,
-    layer: int,
-    params: nnx.State,
-    tokens: Int32[Array, "sequences length"],
+    graphdef: nnx.GraphDef, layer: int, params: nnx.State, tokens: Int32[Array, "sequences length"]
 ) -> Float[Array, "sequences length embed"]:
     return nnx.merge(graphdef, params).whole_residual(tokens, layer)
 

@@ -310,12 +310,7 @@ class _Target:
         return arrays
 
     def _rank_of(
-        self,
-        module: _Module,
-        layer: int,
-        source: WeightSource,
-        used: set[str],
-        problems: list[str],
+        self, module: _Module, layer: int, source: WeightSource, used: set[str], problems: list[str]
     ) -> int:
         """Return the rank of a module's matrices; 0 if they are missing or wrong."""
         found = source.shapes()

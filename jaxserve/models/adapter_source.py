@@ -100,11 +100,7 @@ class AdapterSource:
 
     @classmethod
     def of(
-        cls,
-        given: str | Path | Mapping[str, Any],
-        scale: float | None,
-        *,
-        merges: bool = False,
+        cls, given: str | Path | Mapping[str, Any], scale: float | None, *, merges: bool = False
     ) -> AdapterSource:
         """Return the source for a folder, a name of the Hub, or arrays with their scale.
 

@@ -444,9 +444,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             has_layer_norms=True,
         ),
         "gpt-oss": Architecture(
-            model_type="gpt_oss",
-            more=_gpt_oss,
-            keys={"sliding_window": "attention.sliding_window"},
+            model_type="gpt_oss", more=_gpt_oss, keys={"sliding_window": "attention.sliding_window"}
         ),
         "gemma": Architecture(model_type="gemma", more=_gemma, norm_shift=1.0),
         "gemma2": Architecture(

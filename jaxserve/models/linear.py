@@ -146,11 +146,7 @@ class DenseWeight:
             weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])
             x = x.reshape(x.shape[0], -1)
         return matmul(
-            x,
-            weight,
-            transposed=transposed,
-            out_dtype=out_dtype,
-            implementation=self.row_kernels,
+            x, weight, transposed=transposed, out_dtype=out_dtype, implementation=self.row_kernels
         )
 
     def grouped_product(

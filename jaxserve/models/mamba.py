@@ -24,11 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from jaxserve.models.convolution import (
-    CausalConvolution,
-    check_kernel_size,
-    convolution_weights,
-)
+from jaxserve.models.convolution import CausalConvolution, check_kernel_size, convolution_weights
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Inputs, State, computed_once

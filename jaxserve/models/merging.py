@@ -71,11 +71,7 @@ def merge_adapter(
 
 def _layout(model: Decoder, max_rank: int) -> AdapterLayout:
     return AdapterLayout(
-        model.config,
-        model.layer_layout,
-        num_adapters=1,
-        max_rank=max(1, max_rank),
-        dtype="float32",
+        model.config, model.layer_layout, num_adapters=1, max_rank=max(1, max_rank), dtype="float32"
     )
 
 

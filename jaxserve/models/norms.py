@@ -37,11 +37,7 @@ class RMSNorm(SumsRows):
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         return rms_norm(
-            x,
-            self.scale[...],
-            eps=self.eps,
-            offset=self.offset,
-            implementation=self.row_kernels,
+            x, self.scale[...], eps=self.eps, offset=self.offset, implementation=self.row_kernels
         )
 
 

@@ -78,9 +78,7 @@ def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> li
     for stage in plan.stages:
         check_fits(stage.mesh, config)
         part = Part(
-            stage.layers,
-            has_start=stage is plan.stages[0],
-            has_end=stage is plan.stages[-1],
+            stage.layers, has_start=stage is plan.stages[0], has_end=stage is plan.stages[-1]
         )
         graphdef, state = abstract_model(config, layer_layout=layer_layout, part=part)
         parts.append(ModelPart(stage, graphdef, state_shardings(state, stage.mesh)))

@@ -174,14 +174,7 @@ def _advance_single(
         row = lax.dynamic_slice_in_dim(order, index * size, size)
         is_there = index * size + jnp.arange(size) < num_single
         return _advance_together(
-            advance,
-            inputs,
-            *carry,
-            layer,
-            slot[row],
-            rows.query_start[row],
-            begins[row],
-            is_there,
+            advance, inputs, *carry, layer, slot[row], rows.query_start[row], begins[row], is_there
         )
 
     return lax.fori_loop(0, -(-num_single // size), one, (outputs, dict(states)))

@@ -163,9 +163,7 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
     if resolved.kind == "folder":
         config = config_json(path)
     else:
-        from jaxserve.models.gguf import (
-            GGUFSource,
-        )  # imports JAX, which names alone do not need
+        from jaxserve.models.gguf import GGUFSource  # imports JAX, which names alone do not need
 
         config = dict(GGUFSource(path).config)
     return about | {"config": config}

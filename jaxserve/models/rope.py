@@ -104,9 +104,7 @@ class Rope:
         if not isinstance(theta, int | float) or not theta > 0:
             raise UnsupportedModelError(f"rope_theta={theta!r} is not supported; give a number > 0")
         return cls(
-            theta=float(theta),
-            scaling=RopeScaling.from_hf(given, max_position_embeddings),
-            dim=dim,
+            theta=float(theta), scaling=RopeScaling.from_hf(given, max_position_embeddings), dim=dim
         )
 
     def longest_context(self, max_position_embeddings: int) -> int:
@@ -217,10 +215,7 @@ def _computed_once(x: Float32[Array, "tokens columns"]) -> Float32[Array, "token
 _STATED = ("llama3", "longrope", "proportional")
 # Fields of a scaling that have no default.
 _NEEDED = MappingProxyType(
-    {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "longrope": ("short_factor", "long_factor"),
-    }
+    {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 )
 
 

@@ -278,10 +278,7 @@ class Tokenizer:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
         return self._template_of(has_tools=tools is not None).apply(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            variables=variables,
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
 
     def template_variables(self, *, has_tools: bool) -> frozenset[str]:

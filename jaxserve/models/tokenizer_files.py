@@ -98,10 +98,7 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
             _PreTokenizer((_GPT2,)),
         ),
         ("falcon", _PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
-        (
-            "default",
-            _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-        ),
+        ("default", _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
         ("tekken", _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
         ("gpt-4o llama4 kanana2", _PreTokenizer((_GPT4O,))),
         (

@@ -193,12 +193,7 @@ MISTRAL_ARGS = ToolFormat(
     id_length=9,
 )
 LLAMA3 = ToolFormat(
-    JsonCall("parameters"),
-    "",
-    "",
-    between=None,
-    separator="; ",
-    other_begins=("<|python_tag|>",),
+    JsonCall("parameters"), "", "", between=None, separator="; ", other_begins=("<|python_tag|>",)
 )
 PYTHONIC = ToolFormat(
     NamedCall("", "(", ")", PythonArguments()),
@@ -220,13 +215,7 @@ LFM2 = ToolFormat(
     closing="]",
 )
 NEMOTRON = ToolFormat(
-    JsonCall(),
-    "<TOOLCALL>",
-    "</TOOLCALL>",
-    between=", ",
-    separator=None,
-    opening="[",
-    closing="]",
+    JsonCall(), "<TOOLCALL>", "</TOOLCALL>", between=", ", separator=None, opening="[", closing="]"
 )
 COMMAND = ToolFormat(
     JsonCall("parameters", name="tool_name", number="tool_call_id"),
@@ -274,10 +263,7 @@ QWEN3_CODER = ToolFormat(
 )
 SEED = ToolFormat(
     NamedCall(
-        "<function=",
-        ">\n",
-        "</function>",
-        TaggedArguments("<parameter=", ">", "</parameter>\n"),
+        "<function=", ">\n", "</function>", TaggedArguments("<parameter=", ">", "</parameter>\n")
     ),
     "<seed:tool_call>\n",
     "\n</seed:tool_call>",
@@ -285,18 +271,11 @@ SEED = ToolFormat(
     separator="\n",
 )
 FUNCTIONARY = ToolFormat(
-    NamedCall("", ">", "", JsonArguments()),
-    "<function=",
-    "</function>",
-    between=None,
-    separator="",
+    NamedCall("", ">", "", JsonArguments()), "<function=", "</function>", between=None, separator=""
 )
 GLM = ToolFormat(
     NamedCall(
-        "",
-        "\n",
-        "",
-        TaggedArguments("<arg_key>", "</arg_key>\n", "</arg_value>\n", "<arg_value>"),
+        "", "\n", "", TaggedArguments("<arg_key>", "</arg_key>\n", "</arg_value>\n", "<arg_value>")
     ),
     "<tool_call>",
     "</tool_call>",
@@ -366,13 +345,7 @@ KIMI = ToolFormat(
     separator=None,
 )
 HARMONY = ToolFormat(
-    NamedCall(
-        "",
-        " <|constrain|>json<|message|>",
-        "<|call|>",
-        JsonArguments(),
-        mark="<|message|>",
-    ),
+    NamedCall("", " <|constrain|>json<|message|>", "<|call|>", JsonArguments(), mark="<|message|>"),
     "<|channel|>commentary to=functions.",
     "",
     between=None,

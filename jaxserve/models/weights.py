@@ -111,11 +111,7 @@ class Tensor:
         return a, factor("B", f"({' '.join(outer[0])}) rank", is_inner=False)
 
     def read(
-        self,
-        source: WeightSource,
-        name: str,
-        sizes: Mapping[str, int],
-        wanted: Mapping[str, Range],
+        self, source: WeightSource, name: str, sizes: Mapping[str, int], wanted: Mapping[str, Range]
     ) -> np.ndarray:
         """Return the part `wanted` of the parameter, in the parameter's order of axes.
 
@@ -255,12 +251,7 @@ def split_qkv(
     return Weight(
         axes,
         tuple(
-            Tensor(
-                f"{prefix}{letter}_proj.{kind}",
-                f"(k x d){rest}",
-                order=orders[letter],
-                x=part,
-            )
+            Tensor(f"{prefix}{letter}_proj.{kind}", f"(k x d){rest}", order=orders[letter], x=part)
             for letter, part in parts.items()
         ),
     )
@@ -295,10 +286,7 @@ def fused_qkv(name: str, kind: str, *, num_kv_heads: int, group: int, head_dim: 
 
 def layer_norm(path: str, name: str) -> dict[str, Weight]:
     """Return both parameters of a `LayerNorm` at `path`, from the tensors of `name`."""
-    return {
-        f"{path}.scale": Weight.of(f"{name}.weight"),
-        f"{path}.bias": Weight.of(f"{name}.bias"),
-    }
+    return {f"{path}.scale": Weight.of(f"{name}.weight"), f"{path}.bias": Weight.of(f"{name}.bias")}
 
 
 def gate_and_up(gate: str, up: str, kind: str) -> Weight:

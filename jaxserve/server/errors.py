@@ -11,12 +11,7 @@ from starlette.responses import JSONResponse
 
 from jaxserve.core import errors
 from jaxserve.core.errors import JaxserveError
-from jaxserve.server.schema import (
-    ErrorDetail,
-    ErrorReply,
-    MessagesErrorDetail,
-    MessagesErrorReply,
-)
+from jaxserve.server.schema import ErrorDetail, ErrorReply, MessagesErrorDetail, MessagesErrorReply
 
 
 @final

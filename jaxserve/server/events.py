@@ -257,11 +257,7 @@ class EventStream(EventSourceResponse):
     async def _start(self, send: Send) -> bytes:
         self._has_begun = True
         await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         return self._events.begin()
 

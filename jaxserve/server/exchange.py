@@ -56,12 +56,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        reply_id: str,
-        *,
-        at_once: bool = False,
-        status_s: float = STATUS_S,
+        self, backend: Backend, reply_id: str, *, at_once: bool = False, status_s: float = STATUS_S
     ):
         self._backend = backend
         self._reply_id = reply_id

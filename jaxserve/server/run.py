@@ -36,11 +36,7 @@ if sys.platform != "win32":
 if sys.platform == "linux":
     # Seconds of silence before a probe, seconds between probes, number of probes. TCP_USER_TIMEOUT
     # is not set: it would end connections whose clients pause reading.
-    _KEEP_ALIVE = (
-        (socket.TCP_KEEPIDLE, 30),
-        (socket.TCP_KEEPINTVL, 10),
-        (socket.TCP_KEEPCNT, 3),
-    )
+    _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that a service has to close after a second signal.

@@ -582,8 +582,7 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[
-    InstructionMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
 
 

@@ -176,8 +176,7 @@ def _check(given: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
         raise invalid("two tools have the same name; give each its own", "tools")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise invalid(
-            f"tool_choice names {choice.function.name!r}, and the tools are {names}",
-            "tool_choice",
+            f"tool_choice names {choice.function.name!r}, and the tools are {names}", "tool_choice"
         )
 
 

@@ -28,14 +28,7 @@ from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
-from jaxserve.steps.packing import (
-    DecodeWindow,
-    Params,
-    attention_batch,
-    tap,
-    tapped,
-    token_pages,
-)
+from jaxserve.steps.packing import DecodeWindow, Params, attention_batch, tap, tapped, token_pages
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import SlotSampling, Variant, sample
@@ -239,12 +232,7 @@ def with_rates(
         outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
         outputs = count(outputs, ProposalCount.PROPOSED, proposed)
     rates, total = proposals.learn(
-        now.lookup.rates,
-        now.answers.rates,
-        rows.slot,
-        draft.source,
-        choice.hits,
-        choice.misses,
+        now.lookup.rates, now.answers.rates, rows.slot, draft.source, choice.hits, choice.misses
     )
     if forgives:
         rates = proposals.forgive(rates, rows.slot)
@@ -485,12 +473,7 @@ def _drafted(
         inputs, attention = attention_of(now, window, block, None, None, config, None)
         logits, cache = model.draft_logits(inputs, attention, cache)
         sampled = sample(
-            logits,
-            window.sampling,
-            tokens,
-            length + place,
-            slot=window.slot,
-            variant=variant,
+            logits, window.sampling, tokens, length + place, slot=window.slot, variant=variant
         )
         slot = jnp.where(live, window.slot, num_slots)
         tokens = tokens.at[slot, length + place].set(sampled.token, mode="drop")

@@ -66,8 +66,7 @@ def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Output
     column = jnp.where(live, out.num_tokens, out.tokens.shape[1])
 
     def put(
-        tokens: Shaped[Array, "rows most *entry"] | None,
-        new: Shaped[Array, " rows *entry"] | None,
+        tokens: Shaped[Array, "rows most *entry"] | None, new: Shaped[Array, " rows *entry"] | None
     ) -> Shaped[Array, "rows most *entry"] | None:
         if tokens is None or new is None:
             return None
@@ -86,9 +85,7 @@ def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Output
 
 
 def count(
-    out: Outputs,
-    of: int | Int32[Array, ""],
-    num: Bool[Array, " rows"] | Int32[Array, " rows"],
+    out: Outputs, of: int | Int32[Array, ""], num: Bool[Array, " rows"] | Int32[Array, " rows"]
 ) -> Outputs:
     """Return the outputs with a count of proposals increased by `num` in each row."""
     assert out.proposals is not None, "outputs of a step that counts no proposals"

@@ -190,9 +190,7 @@ def body_size(
 
 
 def pack_rows(
-    config: EngineConfig,
-    rows: Sequence[Row],
-    num_tokens: int | None = None,
+    config: EngineConfig, rows: Sequence[Row], num_tokens: int | None = None
 ) -> tuple[MixedBatch, list[int]]:
     """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 

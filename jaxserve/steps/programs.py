@@ -179,11 +179,7 @@ class Programs:
         return self._planner.decode(rows, window, 1 + iteration, num_proposed)
 
     def plan_loop(
-        self,
-        rows: Sequence[Row],
-        window: range,
-        num_iterations: int = 1,
-        num_proposed: int = 0,
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1, num_proposed: int = 0
     ) -> tuple[Plan | None, ...]:
         """Return the plans of a decode loop: of one token a row, then with proposals."""
         return _loop_plans(self._planner, rows, window, num_iterations, num_proposed)
@@ -196,11 +192,7 @@ class Programs:
         return DraftInputs(self.draft_params, (None if planner is None else planner.mixed(batch),))
 
     def draft_loop(
-        self,
-        rows: Sequence[Row],
-        window: range,
-        num_iterations: int = 1,
-        num_proposed: int = 0,
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1, num_proposed: int = 0
     ) -> DraftInputs | None:
         """Return the draft model's arrays in a decode loop; None without one."""
         if self.draft_params is None:
@@ -348,12 +340,7 @@ class Programs:
             return None if embed is None else whole(jax.ShapeDtypeStruct((num, embed), dtype))
 
         body = self.prepare_mixed(
-            params,
-            cache,
-            slots,
-            batch,
-            inputs(self.config.max_step_tokens),
-            self._incoming(cache),
+            params, cache, slots, batch, inputs(self.config.max_step_tokens), self._incoming(cache)
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)

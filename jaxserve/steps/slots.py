@@ -132,9 +132,7 @@ def edit(slots: SlotState, edits: SlotEdits) -> SlotState:
 
 
 def move(
-    slots: SlotState,
-    source: Int32[Array, " moves"],
-    target: Int32[Array, " moves"],
+    slots: SlotState, source: Int32[Array, " moves"], target: Int32[Array, " moves"]
 ) -> SlotState:
     """Copy slots to targets, none of which is also a source; the sources become inert.
 

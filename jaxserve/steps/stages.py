@@ -76,11 +76,7 @@ def decode(
 
 
 def propose(
-    slots: SlotState,
-    window: DecodeWindow,
-    num_tokens: Int32[Array, " rows"],
-    *,
-    num_proposed: int,
+    slots: SlotState, window: DecodeWindow, num_tokens: Int32[Array, " rows"], *, num_proposed: int
 ) -> tuple[Draft, Proposed]:
     """Return the last stage's proposals for the next iteration of a loop, and its rows.
 

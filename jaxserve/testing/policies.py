@@ -50,9 +50,7 @@ def check_policy(
     num_requests = num_tokens = num_preemptions = num_prefix_hit = 0
     for seed in range(first_seed, first_seed + num_traces):
         trace = Trace(
-            seed,
-            with_faults=seed % 2 == 0,
-            with_conversations=policy.retention.keeps_pages,
+            seed, with_faults=seed % 2 == 0, with_conversations=policy.retention.keeps_pages
         )
         together = trace.check(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         num_requests += len(trace.asked)

@@ -42,11 +42,7 @@ _INNER_BYTES = 128  # of each row that is loaded at once: a cache line
 
 
 def gated_cell(
-    kind: Kind,
-    products: Sequence[Product],
-    carried: Sequence[RowsAt],
-    *,
-    interpret: bool = False,
+    kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt], *, interpret: bool = False
 ) -> tuple[Float[Array, "batch hidden"], ...]:
     """Implement `api.gated_cell`; `interpret` runs on any platform, for tests.
 

@@ -12,11 +12,7 @@ from jaxserve.kernels.matmul import cpu, xla
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
-_IMPLEMENTATIONS = {
-    "xla": xla.matmul,
-    "cpu": cpu.matmul,
-    **dispatch.by_triton("matmul", "matmul"),
-}
+_IMPLEMENTATIONS = {"xla": xla.matmul, "cpu": cpu.matmul, **dispatch.by_triton("matmul", "matmul")}
 _PREFERRED = {"cpu": ("cpu",)}
 
 

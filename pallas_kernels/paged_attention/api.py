@@ -124,11 +124,7 @@ def paged_attention(
 
 
 def _check_shapes(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    rows: Rows,
-    max_query_length: int | None,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows, max_query_length: int | None
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
         raise ValueError(

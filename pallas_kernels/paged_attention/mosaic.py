@@ -151,13 +151,7 @@ class _Kernels:
         from jaxserve.kernels.paged_attention import triton
 
         out = triton.merge(
-            self.plan,
-            rows,
-            values,
-            sums,
-            out,
-            is_decode=given.is_decode,
-            interpret=self.interpret,
+            self.plan, rows, values, sums, out, is_decode=given.is_decode, interpret=self.interpret
         )
         dispatch.record(
             "paged_attention, partial results",

@@ -374,8 +374,7 @@ class _SplitAttending:
         first, end = kernel.blocks(item.begin, item.end)
         by_column = mosaic.Layout.WGMMA.reduce(0)
         position = item.position + lax.div(
-            mosaic.broadcasted_iota(jnp.int32, (kernel.columns,), 0, layout=by_column),
-            kernel.group,
+            mosaic.broadcasted_iota(jnp.int32, (kernel.columns,), 0, layout=by_column), kernel.group
         )
         one_block = partial(self._one_block, before=blocks - first, item=item, position=position)
         per_split = kernel.split_keys // kernel.block_keys

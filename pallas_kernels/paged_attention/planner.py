@@ -175,10 +175,7 @@ class Capacity:
         most = 256 // tiling.split_rows if tiling.chunk_invariant else 16  # taller ones are larger
         partials = max(-(-max_context // tiling.split_keys), most * tiling.split_grid)
         return cls(
-            tiles=tiles,
-            splits=runs + partials,
-            merges=min(runs, partials // 2),
-            partials=partials,
+            tiles=tiles, splits=runs + partials, merges=min(runs, partials // 2), partials=partials
         )
 
 
@@ -212,11 +209,7 @@ class Plan:
 def no_work(tiling: Tiling, capacity: Capacity) -> Plan:
     nothing = np.zeros(0, np.int32)
     return plan(
-        tiling,
-        capacity,
-        query_length=nothing,
-        first_position=nothing,
-        context_length=nothing,
+        tiling, capacity, query_length=nothing, first_position=nothing, context_length=nothing
     )
 
 

@@ -269,13 +269,7 @@ class _Queries:
     """
 
     def __init__(
-        self,
-        kernels: Kernels,
-        kv_head: Any,
-        num_rows: int,
-        items_ref: Any,
-        item: Any,
-        rows: Any,
+        self, kernels: Kernels, kv_head: Any, num_rows: int, items_ref: Any, item: Any, rows: Any
     ):
         row, first_query, num_queries = (items_ref[item, column] for column in range(3))
         group = kernels.tiling.group

@@ -37,11 +37,7 @@ def rms_norm(
         raise ValueError(f"x{x.shape} and scale{scale.shape} do not fit; pass [..., n] and [n]")
     return dispatch.call(
         "rms_norm",
-        {
-            "xla": xla.rms_norm,
-            "cpu": cpu.rms_norm,
-            **dispatch.by_triton("pointwise", "rms_norm"),
-        },
+        {"xla": xla.rms_norm, "cpu": cpu.rms_norm, **dispatch.by_triton("pointwise", "rms_norm")},
         _PREFERRED,
         implementation,
         x=x,
@@ -136,10 +132,7 @@ def row_maximum(
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
     return dispatch.call(
         "row_maximum",
-        {
-            "xla": xla.row_maximum,
-            **dispatch.by_triton("pointwise", "row_maximum"),
-        },
+        {"xla": xla.row_maximum, **dispatch.by_triton("pointwise", "row_maximum")},
         {"cuda": ("triton",)},
         implementation,
         x=x,

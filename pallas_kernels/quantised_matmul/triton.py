@@ -291,9 +291,7 @@ def _widened(sizes: _Sizes, operands: _Operands, panel: jax.Array, block: jax.Ar
     if is_uneven:
         exists = jnp.broadcast_to(at < sizes.depth * PANEL * bits // 8, (panels, num_bytes))
     codes = triton.load(
-        operands.codes.at[row[:, None], at[None, :]],
-        mask=exists,
-        other=0 if is_uneven else None,
+        operands.codes.at[row[:, None], at[None, :]], mask=exists, other=0 if is_uneven else None
     )
     codes = codes.reshape(panels, -1, PANEL, 4)
     if bits == 4:

@@ -90,10 +90,7 @@ def _packed(weight: np.ndarray) -> dict[str, np.ndarray]:
 
 
 # The blocks for which the peers have kernels, by our format.
-BLOCKS = {
-    "int8": gguf.GGMLQuantizationType.Q8_0,
-    "int4": gguf.GGMLQuantizationType.Q4_0,
-}
+BLOCKS = {"int8": gguf.GGMLQuantizationType.Q8_0, "int4": gguf.GGMLQuantizationType.Q4_0}
 
 
 def write_models(source: Path, folder: Path, quantize: str | None = None) -> dict[str, str]:

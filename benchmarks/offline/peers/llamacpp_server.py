@@ -73,9 +73,7 @@ def _answer(address: str, request: dict) -> list[int]:
         "return_tokens": True,
     }
     asked = urllib.request.Request(
-        f"{address}/completion",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(asked) as reply:
         answer = json.load(reply)

@@ -67,11 +67,7 @@ class Internal(nnx.Module):
         self.bias = uniform(rngs, (5 * hidden_size,), hidden_size)
 
     def __call__(
-        self,
-        left_h: Batch,
-        left_c: Batch,
-        right_h: Batch,
-        right_c: Batch,
+        self, left_h: Batch, left_c: Batch, right_h: Batch, right_c: Batch
     ) -> dict[str, jax.Array]:
         return states_of(self.as_gated_cell(left_h, left_c, right_h, right_c))
 

@@ -104,9 +104,7 @@ class XieluMLP(SumsRows):
         positive = jax.nn.softplus(self.alpha_positive[...].astype(jnp.float32))
         negative = _BETA + jax.nn.softplus(self.alpha_negative[...].astype(jnp.float32))
         bent = jnp.where(
-            wide > 0,
-            positive * wide * wide,
-            negative * (jnp.expm1(jnp.minimum(wide, _EPS)) - wide),
+            wide > 0, positive * wide * wide, negative * (jnp.expm1(jnp.minimum(wide, _EPS)) - wide)
         )
         return (bent + _BETA * wide).astype(x.dtype)
 

@@ -135,9 +135,4 @@ def _weights(config: BambaConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(
-    fields=_FIELDS,
-    config=BambaConfig,
-    decoder=Bamba,
-    weights=_weights,
-)
+FAMILY = Family(fields=_FIELDS, config=BambaConfig, decoder=Bamba, weights=_weights)

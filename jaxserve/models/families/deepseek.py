@@ -220,9 +220,5 @@ def _weights(config: DeepseekConfig) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    fields=_FIELDS,
-    config=DeepseekConfig,
-    decoder=Deepseek,
-    weights=_weights,
-    predicts_several=True,
+    fields=_FIELDS, config=DeepseekConfig, decoder=Deepseek, weights=_weights, predicts_several=True
 )

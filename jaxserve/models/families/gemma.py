@@ -13,12 +13,7 @@ from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_k
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, SandwichBlock, activation_of
-from jaxserve.models.llama_form import (
-    LAYER,
-    LlamaBlock,
-    attention_weights,
-    mlp_weights,
-)
+from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, mlp_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight

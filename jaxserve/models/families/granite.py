@@ -14,30 +14,16 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, scaled
-from jaxserve.models.llama_form import (
-    ROTARY_FIELDS,
-    llama_weights,
-    rotary_decoder_fields,
-)
+from jaxserve.models.llama_form import ROTARY_FIELDS, llama_weights, rotary_decoder_fields
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 
 # Fields of Granite and its relatives with factors.
 FACTORS = dict(
-    embedding_multiplier=1.0,
-    logits_scaling=1.0,
-    residual_multiplier=1.0,
-    attention_multiplier=1.0,
+    embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0
 )
-_FIELDS = {
-    "granite": Fields.of(
-        ROTARY_FIELDS,
-        FACTORS,
-        attention_bias=False,
-        mlp_bias=False,
-    )
-}
+_FIELDS = {"granite": Fields.of(ROTARY_FIELDS, FACTORS, attention_bias=False, mlp_bias=False)}
 
 
 @dataclass(frozen=True, kw_only=True)

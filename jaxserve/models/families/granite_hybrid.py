@@ -12,12 +12,7 @@ from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is, k
 from jaxserve.models.context import LayerContext
 from jaxserve.models.experts import MixtureOfExperts
 from jaxserve.models.families.bamba import MAMBA_FIELDS, NULLABLE_MAMBA_FIELDS, mamba_sizes
-from jaxserve.models.families.granite import (
-    FACTORS,
-    Granite,
-    GraniteFactors,
-    factor_fields,
-)
+from jaxserve.models.families.granite import FACTORS, Granite, GraniteFactors, factor_fields
 from jaxserve.models.families.granite_moe import GraniteMoEBlock, mlp_weights
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock, scaled
@@ -134,9 +129,4 @@ def _weights(config: GraniteHybridConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(
-    fields=_FIELDS,
-    config=GraniteHybridConfig,
-    decoder=GraniteHybrid,
-    weights=_weights,
-)
+FAMILY = Family(fields=_FIELDS, config=GraniteHybridConfig, decoder=GraniteHybrid, weights=_weights)

@@ -27,13 +27,7 @@ from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
 _SIZES = (
-    ROTARY_FIELDS
-    | FACTORS
-    | dict(
-        attention_bias=False,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    )
+    ROTARY_FIELDS | FACTORS | dict(attention_bias=False, num_local_experts=8, num_experts_per_tok=2)
 )
 _FIELDS = {
     "granitemoe": Fields(_SIZES),

@@ -22,11 +22,7 @@ from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
-_DENSE = ROTARY_FIELDS | dict(
-    vocab_size=290943,
-    rms_norm_eps=1e-5,
-    attention_bias=False,
-)
+_DENSE = ROTARY_FIELDS | dict(vocab_size=290943, rms_norm_eps=1e-5, attention_bias=False)
 _FIELDS = {
     "hunyuan_v1_dense": Fields(_DENSE, pad_token_id=0),
     "hunyuan_v1_moe": Fields.of(

@@ -13,12 +13,7 @@ from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weight
 from jaxserve.models.families.moe import MoEBlock
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
-from jaxserve.models.llama_form import (
-    LAYER,
-    LlamaBlock,
-    attention_weights,
-    rotary_decoder_fields,
-)
+from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, rotary_decoder_fields
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig

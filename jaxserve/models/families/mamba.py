@@ -57,10 +57,7 @@ _FIELDS = {
         tie_word_embeddings=False,
     ),
     "mamba": Fields(_MAMBA),
-    "falcon_mamba": Fields.of(
-        _MAMBA,
-        mixer_rms_eps=1e-6,
-    ),
+    "falcon_mamba": Fields.of(_MAMBA, mixer_rms_eps=1e-6),
 }
 
 
@@ -188,9 +185,5 @@ def _weights(config: MambaConfig) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    fields=_FIELDS,
-    config=MambaConfig,
-    decoder=Mamba,
-    weights=_weights,
-    prefix="backbone.",
+    fields=_FIELDS, config=MambaConfig, decoder=Mamba, weights=_weights, prefix="backbone."
 )

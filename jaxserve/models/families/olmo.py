@@ -15,11 +15,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP
 from jaxserve.models.linear import SumsRows
-from jaxserve.models.llama_form import (
-    ROTARY_FIELDS,
-    llama_weights,
-    rotary_decoder_fields,
-)
+from jaxserve.models.llama_form import ROTARY_FIELDS, llama_weights, rotary_decoder_fields
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 

@@ -28,11 +28,7 @@ from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
-_OLMO2 = ROTARY_FIELDS | dict(
-    vocab_size=50304,
-    attention_bias=False,
-    rms_norm_eps=1e-5,
-)
+_OLMO2 = ROTARY_FIELDS | dict(vocab_size=50304, attention_bias=False, rms_norm_eps=1e-5)
 _FIELDS = {
     "olmo2": Fields(_OLMO2, pad_token_id=1),
     "olmo3": Fields.of(

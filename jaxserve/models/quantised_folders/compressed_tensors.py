@@ -20,19 +20,8 @@ from jaxtyping import Int, Int16, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.quantised_folders.float4 import packed_matrix
-from jaxserve.models.quantised_folders.float8 import (
-    SPARE,
-    Block,
-    float8_matrix,
-    is_block,
-)
-from jaxserve.models.quantised_folders.matrix import (
-    Found,
-    Matrix,
-    reader,
-    unpacked,
-    whole_number,
-)
+from jaxserve.models.quantised_folders.float8 import SPARE, Block, float8_matrix, is_block
+from jaxserve.models.quantised_folders.matrix import Found, Matrix, reader, unpacked, whole_number
 from jaxserve.models.weights import WeightSource
 
 # The types and bits of weights by format.
@@ -44,10 +33,7 @@ _TYPES = {
     "mxfp4-pack-quantized": ("float", (4,)),
 }
 # Groups and strategies of the last two.
-_FLOAT4 = {
-    "nvfp4-pack-quantized": (16, "tensor_group"),
-    "mxfp4-pack-quantized": (32, "group"),
-}
+_FLOAT4 = {"nvfp4-pack-quantized": (16, "tensor_group"), "mxfp4-pack-quantized": (32, "group")}
 
 
 @final

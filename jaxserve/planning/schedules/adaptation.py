@@ -19,11 +19,7 @@ from jaxserve.planning.schedules.drift import (
     num_known,
     share_beyond,
 )
-from jaxserve.planning.schedules.lengths import (
-    LengthDistribution,
-    TaskLengths,
-    cautious_level,
-)
+from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, cautious_level
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
     RequestClass,

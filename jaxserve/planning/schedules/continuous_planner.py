@@ -193,10 +193,7 @@ class SizeSearch:
         own_share = (1 - _SLACK) * between(shares, 0.0) * longer["token_s"]
         periods_s = 1 / limits.throughput + between(periods_s, self._prompt_s)
         return replace(
-            limits,
-            throughput=1 / np.maximum(periods_s, 1e-12),
-            own_share=own_share,
-            **longer,
+            limits, throughput=1 / np.maximum(periods_s, 1e-12), own_share=own_share, **longer
         )
 
 

@@ -52,11 +52,7 @@ class DivisionRule:
     token_bytes: float
 
     def divisions(
-        self,
-        options: Sequence[Division],
-        times: GroupTimes,
-        lengths: TaskLengths,
-        max_slots: int,
+        self, options: Sequence[Division], times: GroupTimes, lengths: TaskLengths, max_slots: int
     ) -> list[Division]:
         """Return the division for a B_E of 1, 2, ... `max_slots` with the least load per device.
 
@@ -150,10 +146,7 @@ class DividedPlanner(SchedulePlanner):
             option = options[division]
             own = replace(config, num_pages=option.num_pages)
             planner = WAAPlanner(
-                times=option.times,
-                config=lambda: own,
-                policy=policy,
-                allowed=allowed[division],
+                times=option.times, config=lambda: own, policy=policy, allowed=allowed[division]
             )
             return planner.space(lengths, classes)
 

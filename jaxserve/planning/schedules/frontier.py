@@ -295,8 +295,7 @@ def frontier_of(
             break
         known = sorted([*known, best(bound_s)], key=lambda point: point[0])
     return Frontier(
-        points=tuple(_distinct(known)),
-        drawn=schedules.drawn(np.random.default_rng(seed)),
+        points=tuple(_distinct(known)), drawn=schedules.drawn(np.random.default_rng(seed))
     )
 
 
@@ -330,10 +329,7 @@ def _open_between(
 
 def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
     score = shortest("latency_s")
-    best = maximise(
-        timelines,
-        lambda figures: np.where(fixed.met(figures), score(figures), 0.0),
-    )
+    best = maximise(timelines, lambda figures: np.where(fixed.met(figures), score(figures), 0.0))
     return 1.0 / best.score
 
 

@@ -158,10 +158,7 @@ def num_tokens_held(config: EngineConfig) -> int:
 
 
 def measured_deployment(
-    times: StepTimes,
-    config: EngineConfig,
-    input_tokens: float,
-    num_iterations: float,
+    times: StepTimes, config: EngineConfig, input_tokens: float, num_iterations: float
 ) -> Deployment:
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 

@@ -123,9 +123,7 @@ class RRAPlanner(SchedulePlanner):
 
         sizes = times.origin.config
         return cls(
-            deploy=deploy,
-            num_awaited=2 * sizes.max_decode_iterations,
-            num_slots=sizes.max_slots,
+            deploy=deploy, num_awaited=2 * sizes.max_decode_iterations, num_slots=sizes.max_slots
         )
 
     @property

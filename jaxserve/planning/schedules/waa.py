@@ -77,9 +77,7 @@ def encode_shares(
 
 
 def divide(
-    layouts: tuple[ParallelLayout, ...],
-    num_devices: int,
-    shares: tuple[np.ndarray, np.ndarray],
+    layouts: tuple[ParallelLayout, ...], num_devices: int, shares: tuple[np.ndarray, np.ndarray]
 ) -> Groups:
     """Return the groups for every layout (rows) and share of `encode_shares` (columns).
 
@@ -228,11 +226,7 @@ class WAATimeline:
     """
 
     def __init__(
-        self,
-        deployment: Deployment,
-        lengths: TaskLengths,
-        *,
-        divided_by: TaskLengths | None = None,
+        self, deployment: Deployment, lengths: TaskLengths, *, divided_by: TaskLengths | None = None
     ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment

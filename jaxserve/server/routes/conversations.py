@@ -71,10 +71,7 @@ async def list_conversations(backend: Here) -> Response:
     kept = await to_thread.run_sync(backend.ready_service().conversations.list)
     cards = [
         ConversationCard(
-            id=entry.id,
-            num_turns=entry.num_turns,
-            num_tokens=entry.num_tokens,
-            used=entry.used_s,
+            id=entry.id, num_turns=entry.num_turns, num_tokens=entry.num_tokens, used=entry.used_s
         )
         for entry in kept
     ]

@@ -22,13 +22,7 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import (
-    EventStream,
-    LengthComments,
-    compact,
-    event_of,
-    json_response,
-)
+from jaxserve.server.events import EventStream, LengthComments, compact, event_of, json_response
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.params import constraint_of
@@ -587,11 +581,7 @@ def _of_turn(turn: SystemTurn | UserTurn | AssistantTurn) -> list[dict[str, Any]
     for is_result, blocks in groupby(content, lambda block: isinstance(block, ToolResultBlock)):
         if is_result:
             found += [
-                {
-                    "role": "tool",
-                    "content": _text(block.content),
-                    "tool_call_id": block.tool_use_id,
-                }
+                {"role": "tool", "content": _text(block.content), "tool_call_id": block.tool_use_id}
                 for block in blocks
                 if isinstance(block, ToolResultBlock)
             ]

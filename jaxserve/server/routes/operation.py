@@ -89,10 +89,7 @@ async def version() -> Response:
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
-    responses={
-        200: {"description": "Metrics in the text format of Prometheus."},
-        **documented(),
-    },
+    responses={200: {"description": "Metrics in the text format of Prometheus."}, **documented()},
     tags=["operation"],
 )
 async def metrics(backend: Here) -> Response:

@@ -340,10 +340,7 @@ async def _scores(
 
 
 async def _pooled(
-    body: _Pooling,
-    http: Request,
-    backend: Backend,
-    tokens_of: Callable[[Service], list[list[int]]],
+    body: _Pooling, http: Request, backend: Backend, tokens_of: Callable[[Service], list[list[int]]]
 ) -> list[Completion]:
     note(notes_here(), user=body.user)
     params = SamplingParams(pools=True, adapter=backend.adapter_of(body.model))

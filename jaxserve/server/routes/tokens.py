@@ -25,10 +25,7 @@ from jaxserve.server.events import (
     unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
-from jaxserve.server.params import (
-    check_no_prompt_logprobs,
-    sampling_params,
-)
+from jaxserve.server.params import check_no_prompt_logprobs, sampling_params
 from jaxserve.server.routes.common import (
     ANSWERING,
     READING,
