@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels import PackedMatrix, dequantise, dispatch, quantised_matmul
 from jaxserve.kernels.quantised_matmul import Rounding, dequantised_rows, quantise, quantise_float8
+from jaxserve.kernels.gpu import power_of_two
 from jaxserve.models.linear import WeightAxes
 from jaxserve.sharding import DEFAULT_RULES, fitted_spec
 from jaxserve.sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
@@ -42,6 +43,8 @@ class WeightFormat:
 INT8 = WeightFormat(bits=8, group=32)
 INT4 = WeightFormat(bits=4, group=32, has_minima=True)
 FP8 = WeightFormat(bits=8, group=32, is_float=True)
+# Maximum tokens that one product with an expert has.
+_MAX_TILE = 256
 
 
 @final
@@ -150,21 +153,35 @@ class QuantisedWeight(nnx.Module):
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """Multiply by one matrix after another, each with all tokens."""
-        whole, ends = self.matrix, jnp.cumsum(sizes)
-        token = jnp.arange(x.shape[0])
-        order = getattr(self, "order", None)
+        """Multiply tiles of tokens one after the other, each with the matrix of its group.
+
+        Tiles have room for about twice the tokens of an average group. Their number is that of the
+        worst sizes; tiles past the last one keep the outputs as they are.
+        """
+        tokens, matrices = x.shape[0], len(sizes)
+        tile = min(_MAX_TILE, power_of_two(2 * -(-tokens // matrices)))
+        num_tiles = (tokens + min(tokens, matrices) * (tile - 1)) // tile
+        whole, order = self.matrix, getattr(self, "order", None)
+        tiles, ends = -(-sizes // tile), jnp.cumsum(sizes)
+        last_tiles = jnp.cumsum(tiles)
+        x = jnp.pad(x, ((0, tile), (0, 0)))
 
         def one(
-            number: Int32[Array, ""], outputs: Float[Array, " tokens *out"]
-        ) -> Float[Array, " tokens *out"]:
-            is_own = (token >= ends[number] - sizes[number]) & (token < ends[number])
-            ordered = x if order is None else x[:, order[...][number]]
-            own = self._times(ordered, jax.tree.map(lambda leaf: leaf[number], whole), x.dtype)
-            return jnp.where(is_own.reshape(-1, *(1,) * (own.ndim - 1)), own, outputs)
+            number: Int32[Array, ""], outputs: Float[Array, " padded *out"]
+        ) -> Float[Array, " padded *out"]:
+            own = jnp.minimum(jnp.sum(last_tiles <= number), matrices - 1)
+            begin = ends[own] - sizes[own] + (number - last_tiles[own] + tiles[own]) * tile
+            begin = jnp.minimum(begin, tokens)  # of a tile past the last one
+            rows = lax.dynamic_slice_in_dim(x, begin, tile)
+            ordered = rows if order is None else rows[:, order[...][own]]
+            new = self._times(ordered, jax.tree.map(lambda leaf: leaf[own], whole), x.dtype)
+            is_own = (begin + jnp.arange(tile) < ends[own]).reshape(-1, *(1,) * (new.ndim - 1))
+            old = lax.dynamic_slice_in_dim(outputs, begin, tile)
+            new = jnp.where(is_own, new, old)
+            return lax.dynamic_update_slice_in_dim(outputs, new, begin, axis=0)
 
-        shape = (x.shape[0], *whole.channels.shape[1:-2], self.out)
-        return lax.fori_loop(0, len(sizes), one, jnp.zeros(shape, x.dtype))
+        shape = (tokens + tile, *whole.channels.shape[1:-2], self.out)
+        return lax.fori_loop(0, num_tiles, one, jnp.zeros(shape, x.dtype))[:tokens]
 
     def rows(
         self,
