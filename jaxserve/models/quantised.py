@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels import PackedMatrix, dequantise, dispatch, quantised_matmul
-from jaxserve.kernels.quantised_matmul import Rounding, dequantised_rows, quantise, quantise_float8
 from jaxserve.kernels.gpu import power_of_two
+from jaxserve.kernels.quantised_matmul import Rounding, dequantised_rows, quantise, quantise_float8
 from jaxserve.models.linear import WeightAxes
 from jaxserve.sharding import DEFAULT_RULES, fitted_spec
 from jaxserve.sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
