@@ -82,7 +82,7 @@ CONFIGURATIONS = (
 )
 # Sizes that fill no tile, and tiles of each height.
 TEST_SHAPES = (
-    GroupedShape(name="small", tokens=21, matrices=3, inputs=20, columns=33),
+    GroupedShape(name="small", tokens=50, matrices=3, inputs=20, columns=33, dtype="float32"),
     GroupedShape(name="uneven", tokens=150, matrices=5, inputs=40, columns=45),
     GroupedShape(name="uneven", tokens=90, matrices=11, inputs=100, columns=70, dtype="float32"),
     GroupedShape(name="few", tokens=3, matrices=6, inputs=64, columns=96, dtype="float16"),
