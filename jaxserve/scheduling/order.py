@@ -90,9 +90,9 @@ class Priority:
 
     heeds_bounds: ClassVar[bool] = False
     heeds_priority: ClassVar[bool] = True
+    max_passes = 0
 
     ageing_s: float = 300.0
-    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         request = sequence.request
@@ -114,9 +114,9 @@ class DueFirst:
 
     heeds_bounds: ClassVar[bool] = True
     heeds_priority: ClassVar[bool] = False
+    max_passes = 0
 
     ageing_s: float = 300.0
-    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         request = sequence.request

@@ -32,12 +32,12 @@ class TailInflated:
 
     heeds_bounds: ClassVar[bool] = False
     heeds_priority: ClassVar[bool] = False
+    max_passes = 0
 
     tail_share: float = 0.1
     batch: int = 32
     decay: float = 0.9
     decay_s: float = 30.0
-    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s

@@ -33,11 +33,11 @@ class Boosted:
 
     heeds_bounds: ClassVar[bool] = False
     heeds_priority: ClassVar[bool] = False
+    max_passes = 0
 
     gamma: float = 0.05
     prompt_token_s: float = 2e-4
     token_s: float = 0.02
-    max_passes = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s

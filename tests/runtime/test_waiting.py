@@ -30,7 +30,7 @@ def _said(caplog) -> list[str]:
     ("stop", "go_on", "said"),
     [
         ("pause", "resume", "is paused, until rt.resume"),
-        pytest.param(*("sleep", "wake_up", "is asleep, until rt.wake"), marks=pytest.mark.release),
+        pytest.param("sleep", "wake_up", "is asleep, until rt.wake", marks=pytest.mark.release),
     ],
 )
 def test_requests_of_a_runtime_that_rests(rt, caplog, stop, go_on, said):
