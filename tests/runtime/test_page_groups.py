@@ -15,6 +15,7 @@ from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.sharding import make_mesh
 from jaxserve.testing import OPTIONS, FreeCopiesExecutor, random_prompts
 
 CONFIG = {
@@ -96,16 +97,22 @@ def test_answers_are_those_of_one_group(one_group: tuple[list[tuple[int, ...]], 
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    ("policy", "restore"),
-    [("auto", "prefetch"), (SWAPPING, "prefetch"), ("pensieve", "on_admission")],
-    ids=["auto", "swapping", "pensieve"],
+    ("policy", "more"),
+    [
+        ("auto", {}),
+        (SWAPPING, {}),
+        ("pensieve", {"restore": "on_admission"}),
+        ("pensieve", {"mesh": make_mesh(tensor=2), "kv_memory": 25_000}),
+    ],
+    ids=["auto", "swapping", "pensieve", "tensor"],
 )
 def test_answers_are_the_same_from_pages_of_the_host(
-    one_group: tuple[list[tuple[int, ...]], RuntimeStats], policy: str | Policy, restore: str
+    one_group: tuple[list[tuple[int, ...]], RuntimeStats],
+    policy: str | Policy,
+    more: dict[str, Any],
 ):
     """Cached pages or whole sequences go to the host, and come back."""
-    options = SMALL | {"policy": policy, "restore": restore}
-    tokens, stats = _served(_model(), **options)
+    tokens, stats = _served(_model(), **SMALL | {"policy": policy} | more)
     assert tokens == one_group[0]
     assert stats.num_pages_out and stats.num_pages_in
 
