@@ -83,8 +83,7 @@ def grouped_matmul(
     """Implement `api.grouped_matmul`; `interpret` runs on any platform, for tests."""
     if not interpret:
         gpu.require_triton()
-        if dispatch.is_partitioned():
-            raise NotImplementedError("XLA cannot partition it over a mesh")
+        dispatch.require_whole()
     if x.dtype != weight.dtype or x.dtype.name not in _DTYPES:
         raise NotImplementedError(
             f"it serves tokens and weights that are both in one of {_DTYPES}, not {x.dtype} and "

@@ -85,6 +85,7 @@ GPU_SHAPES = (
     ProductShape(name="llama3_8b_qkv_16", tokens=16, depth=4096, width=128, lead=(8, 6)),
     ProductShape(name="llama3_8b_out_16", tokens=16, depth=4096, width=4096),
     ProductShape(name="llama3_8b_head_16", tokens=16, depth=4096, width=128256),
+    ProductShape(name="qwen3_30b_out_512", tokens=512, depth=4096, width=2048),
     ProductShape(name="uneven_37", tokens=37, depth=2880, width=1000, dtype="float16"),
     ProductShape(name="uneven_300", tokens=300, depth=2880, width=1000, dtype="float16"),
 )

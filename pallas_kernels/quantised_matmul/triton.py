@@ -261,8 +261,8 @@ def _kernel(
         return lax.fori_loop(first, first + sizes.blocks, one_block, nothing)
 
     total = one_split(split)
-    for index in range(1, sizes.splits):
-        total = total + one_split(jnp.int32(index))
+    if sizes.splits > 1:  # a loop, since eight copies of the code need more registers
+        total = lax.fori_loop(1, sizes.splits, lambda index, total: total + one_split(index), total)
     column = panel * PANEL + jnp.arange(columns, dtype=jnp.int32)
     if sizes.split_programs == 1:
         total = total.astype(jnp.float32) * _loaded(operands.channels, column)[:, None]
