@@ -124,9 +124,10 @@ def wrong_call(loop: Loop) -> str | None:
     for call in range(1, NUM_CALLS + 1):
         table, rows, until = _inputs(call)
         wanted = _computed(table, rows, until)
-        cache, *others = jax.device_put((np.zeros((_MOST, *rows.shape), np.float32), table, rows))
-        kept.append((others, loop(cache, others[0], (others[1], until))))
-        got = jax.device_get(kept[-1][1])
+        given = np.zeros((_MOST, *rows.shape), np.float32), table, rows  # CPUs may not copy them
+        cache, *others = jax.device_put(given)
+        kept.append((given, others, loop(cache, others[0], (others[1], until))))
+        got = jax.device_get(kept[-1][-1])
         if not all(np.array_equal(*pair) for pair in zip(got, wanted, strict=True)):
             return f"call {call} of {NUM_CALLS} gave wrong values"
     return None
