@@ -90,6 +90,15 @@ LONG = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file whose tests are all for `make test-all`, unless it is named."""
+    if collection_path.suffix != ".py" or "not release" not in config.getoption("markexpr"):
+        return None
+    is_named = any(collection_path.name in argument for argument in config.args)
+    is_for_release = "\npytestmark = pytest.mark.release\n" in collection_path.read_text()
+    return True if is_for_release and not is_named else None
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from searching the imported modules again and again.
 

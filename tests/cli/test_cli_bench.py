@@ -13,6 +13,7 @@ from jaxserve.testing import write_chat_model
 from tests.cli.common import SMALL, assert_refused, run
 from tests.common.processes import heeding_interrupts, interrupt
 from tests.common.streams import DONE, event, streaming, text
+from tests.common.tiers import some
 
 LINES = [
     {"prompt": "text", "max_tokens": 2},
@@ -121,14 +122,18 @@ def _without_usage(events: list[bytes]) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("events", "endpoint", "num_prompt"),
-    [
-        (_TRANSFORMERS, "completions", 16),
-        (_LLAMA_CPP, "chat/completions", 62),
-        (_without_usage(_LLAMA_CPP), "chat/completions", None),
-        ([each.replace(b"data: ", b"data:") for each in _LLAMA_CPP], "chat/completions", 62),
-        ([each.replace(b"\n", b"\r\n") for each in _LLAMA_CPP], "chat/completions", 62),
-        ([*_TRANSFORMERS[:2], _TRANSFORMERS[2].rstrip()], "completions", 16),
-    ],
+    some(
+        [
+            (_TRANSFORMERS, "completions", 16),
+            (_LLAMA_CPP, "chat/completions", 62),
+            (_without_usage(_LLAMA_CPP), "chat/completions", None),
+            ([each.replace(b"data: ", b"data:") for each in _LLAMA_CPP], "chat/completions", 62),
+            ([each.replace(b"\n", b"\r\n") for each in _LLAMA_CPP], "chat/completions", 62),
+            ([*_TRANSFORMERS[:2], _TRANSFORMERS[2].rstrip()], "completions", 16),
+        ],
+        1,
+        5,
+    ),
     ids=["transformers", "llama.cpp", "no usage", "no space", "CRLF", "no last line end"],
 )
 def test_streams_of_other_servers_are_read(events, endpoint, num_prompt, tmp_path):
@@ -143,6 +148,7 @@ def test_streams_of_other_servers_are_read(events, endpoint, num_prompt, tmp_pat
     assert report["time_per_output_token_s"]["mean"] >= 0
 
 
+@pytest.mark.release
 def test_a_server_without_token_ids_gets_text(tmp_path):
     """The error of a refused request names the options that help; with them, prompts are text."""
     write_chat_model(tmp_path)

@@ -75,6 +75,7 @@ def test_evaluation_on_other_data(folder):
     assert "prompts that were not used for training" in done.stdout
 
 
+@pytest.mark.release
 def test_a_predictor_is_described(folder):
     """The description has encoder, buckets, calibration, levels and the training data."""
     done = run(f"predictor show {folder}/own")

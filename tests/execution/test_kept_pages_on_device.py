@@ -197,6 +197,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
         assert (counts["in steps"] > 0) == (config.num_incoming_pages > 0), counts
 
 
+@pytest.mark.release
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):
     """A resized pool is warmed up while sequences have pages on the host."""
     page = np.random.default_rng(0).bytes(len(executor.read_host_page(0)))

@@ -110,6 +110,7 @@ def test_a_file_is_loaded_without_rounding(tmp_path, monkeypatch, name, layout):
         np.testing.assert_array_equal(numbers, wanted[path])
 
 
+@pytest.mark.release
 def test_kept_blocks_on_a_mesh(tmp_path, monkeypatch):
     """A mesh places the panels, and the numbers are the same."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))

@@ -56,6 +56,7 @@ class Mixed(Decoder):
         return MLPBlock if self.config.layer_kinds[layer] == "mlp" else LlamaBlock
 
 
+@pytest.mark.release
 def test_a_layer_without_memory_has_no_place_in_the_cache():
     """Through the cache, logits are those of the whole sequence; the cache has the other layers."""
     config = LlamaConfig(**SIZES, layer_kinds=("attention", "mlp", "attention"))

@@ -385,6 +385,7 @@ def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_sh
     assert min(alike) > 1e-2
 
 
+@pytest.mark.release
 def test_quantising_after_adapting_leaves_the_adapters():
     """The base weight is replaced, and rows still have their adapters."""
     model = _model("llama")

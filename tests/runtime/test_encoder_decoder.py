@@ -158,6 +158,7 @@ def test_swapped_pages_come_back(t5):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_pages_of_a_whole_prompt_are_found_again(t5):
     """A repeated prompt is not encoded again; one that only begins alike is."""
     folder, _ = t5

@@ -56,6 +56,7 @@ print(*{"jaxserve.models.families.apertus"} & set(sys.modules))
 """
 
 
+@pytest.mark.release
 def test_each_type_of_model_is_found_without_importing_all_families():
     """The table of files by type is complete: a type that is missing imports every file."""
     kinds = [kind for kind in FAMILIES if kind != "apertus"]

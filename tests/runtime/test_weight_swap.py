@@ -117,6 +117,7 @@ def test_an_update_that_fails_in_its_middle_is_undone(answers, tmp_path, num_rep
         assert _answers(rt, 1) == answers[1]
 
 
+@pytest.mark.release
 def test_devices_without_room_for_new_weights_serve_the_old_ones(answers):
     executors = WrapAll(_Faulty)
     with Runtime(tiny_llama(0), wrap_executor=executors, **OPTIONS) as rt:

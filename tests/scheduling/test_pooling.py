@@ -34,7 +34,7 @@ CASES += [(PRESETS[name], kind) for name in sorted(PRESETS) for kind in ("last",
 
 @seeds(60)
 @pytest.mark.parametrize(
-    "policy, pooling", some(CASES, 0, 1), ids=lambda value: getattr(value, "name", value)
+    "policy, pooling", some(CASES, 1), ids=lambda value: getattr(value, "name", value)
 )
 def test_pooled_states_are_those_of_the_request_alone(seeds, policy, pooling):
     """Chunks, preemptions, cached pages, cancellations and lost steps change none of them.

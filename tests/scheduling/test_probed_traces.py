@@ -33,6 +33,7 @@ CASES += [(policy, "any", 50) for policy in (AUTO, QUANTILES, S3)]
 CASES += [(AUTO, "misshapen", 25)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "policy, probe, count", some(CASES), ids=lambda value: getattr(value, "name", str(value))
 )

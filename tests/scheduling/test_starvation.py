@@ -160,7 +160,7 @@ def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) ->
     return load.engine.scheduler.counters()["num_preemptions"]
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, 0, len(PRESETS)), ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES, len(PRESETS)), ids=lambda policy: policy.name)
 def test_no_request_starves(policy: Policy):
     """Each ends within a number of steps that depends on the work ahead of it."""
     num_preemptions = 0

@@ -102,6 +102,7 @@ def test_the_shape_of_an_encoder_decoder():
     assert shape.decode_layer.num_join_params == 2 * config.hidden_size**2
 
 
+@pytest.mark.release
 def test_quantised_weights_take_less_memory():
     """A layer in int8 has about a fourth of the bytes of float32, and keeps no blocks."""
     config = tiny_llama().config
