@@ -34,7 +34,8 @@ def test_documented_extras_exist():
 
 
 def test_modules_of_a_users_folder_are_not_ours(tmp_path: Path):
-    """Files named like our packages, in the folder that Python starts in, are not imported."""
+    """Files named like our packages, and a clone, next to a program are not imported."""
+    (tmp_path / "jaxserve").mkdir()
     for name in ("kernels", "pallas_kernels", "predictor", "sharding", "cells", "server"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError(__name__)\n")
     program = (
