@@ -53,7 +53,7 @@ class Tiling:
 
 
 def tiling(tokens: int, weight: tuple[int, ...], itemsize: int) -> Tiling:
-    """Return the tile for so many tokens and a weight [matrices, in, out].
+    """Return the tile of a product of `tokens` rows with a weight [matrices, in, out].
 
     Tiles have room for about twice the tokens of an average group, up to 128. A group with fewer
     tokens than 128 is bound by the memory that its matrix is read from, on every GPU that this
