@@ -116,6 +116,7 @@ def generate(
                 )
             except GenerationInterrupted as interrupted:
                 done, is_interrupted = interrupted.completions, True
+                typer.echo("interrupted", err=True)
             _write(jobs, done, sink, text_only=text)
     code = opt.EXIT_INTERRUPTED if is_interrupted else _exit_code(done)
     if code:
