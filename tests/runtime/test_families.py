@@ -75,11 +75,12 @@ def test_after_preemption(checkpoint):
     """With too few pages, sequences are preempted; a model without pages takes no such size."""
     with Runtime.from_pretrained(checkpoint.folder, **OPTIONS) as rt:
         page_bytes = rt.stats().pool_bytes // rt.config.num_pages
+        num_tables = rt.config.page_layout.num_tables
     if not page_bytes:
         with pytest.raises(InvalidConfigError, match="kv_memory"):
             Runtime.from_pretrained(checkpoint.folder, **OPTIONS, kv_memory="1MiB")
         return
-    few = dict(policy="vllm_like", kv_memory=14 * page_bytes)
+    few = dict(policy="vllm_like", kv_memory=(1 + 13 * num_tables) * page_bytes)
     with Runtime.from_pretrained(checkpoint.folder, **OPTIONS | few) as rt:
         answers = [list(answer.token_ids) for answer in rt.generate(PROMPTS * 2, PARAMS)]
         assert rt.stats().num_preemptions > 0
