@@ -134,6 +134,12 @@ def house() -> list[Source]:
 
 
 @pytest.fixture(scope="module")
+def stores(house: list[Source]) -> list[ownership.Store]:
+    """Return the writes to attributes of other modules' objects."""
+    return ownership.foreign_stores(house, ownership.classes_of(house), {})
+
+
+@pytest.fixture(scope="module")
 def tests() -> list[Source]:
     return sources_of("tests")
 
@@ -167,15 +173,13 @@ def test_every_room_has_its_row(house: list[Source]):
     assert rooms <= {room for rooms in ROWS for room in rooms}
 
 
-def test_rooms_do_not_write_each_others_objects(house: list[Source]):
+def test_rooms_do_not_write_each_others_objects(stores: list[ownership.Store]):
     """An attribute is assigned in the room of its class; other rooms call a method."""
-    stores = ownership.foreign_stores(house, ownership.classes_of(house), {})
     _none(ownership.across_rooms(stores))
 
 
-def test_a_sequence_has_one_writer(house: list[Source]):
+def test_a_sequence_has_one_writer(stores: list[ownership.Store]):
     """Only methods of `Sequence` assign its attributes, except those of its KV state."""
-    stores = ownership.foreign_stores(house, ownership.classes_of(house), {})
     _none(
         store
         for store in stores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import subprocess
@@ -40,6 +41,7 @@ def _names(group: type) -> set[str]:
     return {field.name for field in dataclasses.fields(group)}
 
 
+@functools.cache
 def _options(command: str) -> dict[str, tuple]:
     """Return what a command's options are, by name."""
     parameters = get_command(app).commands[command].params

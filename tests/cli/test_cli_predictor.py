@@ -18,18 +18,24 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with data, an encoder, and a predictor that was trained with both."""
+def data(tmp_path_factory):
+    """A folder with data and an encoder."""
     folder = tmp_path_factory.mktemp("predictor")
     longer = [Example(e.prompt, e.output_length * 2, e.conversation) for e in examples(150, 9)]
     write_jsonl(folder / "data.jsonl", examples(300))
     write_jsonl(folder / "other.jsonl", longer)
     write_encoder(folder / "encoder")
     (folder / "taken.checkpoints").mkdir()
-    done = _train(folder, "own", "--epochs 2 --json")
-    assert done.exit_code == 0, done.stderr
-    (folder / "said.json").write_text(done.stdout)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(data):
+    """The folder, with a predictor that was trained on its data."""
+    done = _train(data, "own", "--epochs 2 --json")
+    assert done.exit_code == 0, done.stderr
+    (data / "said.json").write_text(done.stdout)
+    return data
 
 
 def _train(folder, name: str, more: str):
@@ -127,14 +133,14 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
         ("--output /proc/no/such", "cannot write --output"),
     ],
 )
-def test_bad_input_of_train(folder, arguments, said):
+def test_bad_input_of_train(data, arguments, said):
     """A bad option exits with 2 and one message before the training."""
-    assert_refused(_train(folder, "bad", arguments.format(folder=folder)), said)
+    assert_refused(_train(data, "bad", arguments.format(folder=data)), said)
 
 
-def test_bad_data_and_folders(folder):
+def test_bad_data_and_folders(data):
     """The message names data that cannot be read and folders without a predictor."""
-    missing = run(f"predictor train {folder}/missing.jsonl --output {folder}/bad --quiet")
+    missing = run(f"predictor train {data}/missing.jsonl --output {data}/bad --quiet")
     assert_refused(missing, "cannot read the data")
     for command in ("evaluate", "show"):
-        assert_refused(run(f"predictor {command} {folder}/encoder"), "holds no")
+        assert_refused(run(f"predictor {command} {data}/encoder"), "holds no")

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType
 from typing import Any, get_origin
 
@@ -29,6 +31,8 @@ NUM_CALLS = 100
 # Names of jaxtyping's annotations with a shape; `Array` alone has no shape.
 _DTYPES = ("Bool", "Float", "Inexact", "Int", "Key", "Num", "Real", "Shaped", "UInt")
 
+# In the names of compiled modules, so that none was decorated by another version of this one.
+_VERSION = sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 _SHAPE = re.compile(rf"\b({'|'.join(_DTYPES)})\d*\[".encode())
 
 
@@ -123,11 +127,22 @@ def _names_shape(annotation: str, names: Mapping[str, Any]) -> bool:
 
 
 class _Loader(SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType:
-        """Compile again at each import, since `__pycache__` has modules without checks."""
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        return with_checks(source, path) if _SHAPE.search(source) else super().get_code(fullname)
+    def source_to_code(self, data: bytes, path: str, **options: Any) -> CodeType:
+        has_shapes = _SHAPE.search(data) is not None
+        return (
+            with_checks(data, path) if has_shapes else super().source_to_code(data, path, **options)
+        )
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(_checked(path))
+
+    def set_data(self, path: str, data: bytes, **options: Any) -> None:
+        super().set_data(_checked(path), data, **options)
+
+
+def _checked(path: str) -> str:
+    """Return where a module's code with checks is kept, beside the one without."""
+    return path.removesuffix(".pyc") + f".{_VERSION}.pyc" if path.endswith(".pyc") else path
 
 
 class _Finder(MetaPathFinder):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")))
 
 _FENCED = re.compile(
-    r"(?P<before>[^\n]*)\n(?:<!-- not run: (?P<reason>[^\n]+) -->\n|\n)?"
+    r"(?:^|(?<=^```))(?P<before>[^\n]*)\n(?:<!-- not run: (?P<reason>[^\n]+) -->\n|\n)?"
     r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -151,13 +152,19 @@ def check_command(words: list[str]) -> None:
         assert words[:2] in (["pip", "install"], ["git", "worktree"]), f"unknown: {words}"
 
 
-def _parse_by_typer(words: list[str]) -> None:
+@cache
+def _commands() -> Any:
     from typer.main import get_command
 
     from jaxserve.cli import app
+
+    return get_command(app)
+
+
+def _parse_by_typer(words: list[str]) -> None:
     from jaxserve.cli.arena import ArenaGroup
 
-    command: Any = get_command(app)
+    command = _commands()
     while hasattr(command, "commands"):
         words = command.completed(words) if isinstance(command, ArenaGroup) else words
         assert words and words[0] in command.commands, words

@@ -69,6 +69,11 @@ def _logits(params, tokens, positions, attend):
 
 
 def _reference(params, tokens) -> np.ndarray:
+    return np.asarray(_whole(params, jnp.asarray(tokens)))
+
+
+@jax.jit
+def _whole(params, tokens):
     """Return the logits of one sequence, with attention written out."""
 
     def attend(q, k, v):
@@ -77,7 +82,7 @@ def _reference(params, tokens) -> np.ndarray:
         seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
-    return np.asarray(_logits(params, jnp.asarray(tokens), jnp.arange(len(tokens)), attend))
+    return _logits(params, tokens, jnp.arange(len(tokens)), attend)
 
 
 def _decoder(params, *, has_head: bool = True) -> FunctionDecoder:

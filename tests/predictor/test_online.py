@@ -101,7 +101,7 @@ def untrained_folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("folder", "num"),
     [
-        ("untrained_folder", 120),
+        ("untrained_folder", 60),
         pytest.param("trained_folder", 600, marks=pytest.mark.release),
     ],
 )

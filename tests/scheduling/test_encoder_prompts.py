@@ -12,7 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import RecordingExecutor, Trace, WrapAll
-from tests.common.tiers import some
+from tests.common.tiers import seeds, some
 from tests.scheduling.simulated import engine_of, request_of
 
 POLICIES = ["auto", "concurrent_instances", "exegpt_rra", "exegpt_waa_c", "orca", "pensieve", "s3"]
@@ -41,12 +41,13 @@ def _encoded(request: Request, prompts: EncoderPrompts, longest: int) -> Request
     return replace(request, prompt=prompt, num_encoded=num_encoded, num_padding=num_padding)
 
 
+@seeds(20, 10)
 @pytest.mark.parametrize("policy", some(POLICIES))
-def test_random_traces(policy):
+def test_random_traces(seeds, policy):
     """Each request has the tokens that it has alone; the simulated model refuses cut prompts."""
     chosen = PRESETS[policy]
     num_preempted = num_hit = 0
-    for seed in range(20):
+    for seed in seeds:
         trace = encoder_trace(
             seed, with_faults=seed % 2 == 0, with_conversations=chosen.retention.keeps_pages
         )

@@ -18,7 +18,7 @@ POLICIES = (
 )
 
 
-@seeds(24)
+@seeds(24, 10)
 @pytest.mark.parametrize("name", some(POLICIES))
 def test_every_answer_has_the_tokens_it_has_alone(seeds, name):
     """Forced tokens, preemptions, cancellations, faults and other requests change no token."""

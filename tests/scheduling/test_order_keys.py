@@ -39,7 +39,7 @@ def _waiting_and_running(scheduler: Scheduler) -> tuple[list[Sequence], list[Seq
     return list(scheduler.waiting), scheduler.running
 
 
-@seeds(25)
+@seeds(25, 10)
 @pytest.mark.parametrize("name", some(ORDERS))
 def test_lists_are_in_the_order_of_the_keys_that_were_taken(seeds, name: str):
     """A key is fixed while a sequence waits; otherwise the lists would not be sorted."""

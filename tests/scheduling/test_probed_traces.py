@@ -48,7 +48,7 @@ def test_readings_never_change_a_token(policy, probe, count):
 
 
 @pytest.mark.release
-@seeds(30)
+@seeds(30, 10)
 def test_resized_pools_serve_on(seeds):
     """Preempted sequences keep their readings."""
     for seed in seeds:

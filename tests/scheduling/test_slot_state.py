@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
-from tests.common.tiers import some
+from tests.common.tiers import seeds, some
 
 POLICIES = [
     *("auto", "concurrent_instances", "exegpt_rra", "fastertransformer", "flover", "orca"),
@@ -25,14 +25,15 @@ def state_trace(seed: int, **options: bool) -> Trace:
     return trace
 
 
+@seeds(20, 10)
 @pytest.mark.parametrize("policy", some(POLICIES))
-def test_random_traces(policy):
+def test_random_traces(seeds, policy):
     """Requests have the tokens that they have alone, and no page is kept, shared or swapped.
 
     The simulated model refuses rows that do not begin where the state of their slot ends.
     """
     num_preempted = 0
-    for seed in range(20):
+    for seed in seeds:
         trace = state_trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
         together = trace.check(PRESETS[policy], cancel_rate=0.02 if seed % 3 else 0.0)
         num_preempted += sum(outcome.num_preemptions for outcome in together.values())

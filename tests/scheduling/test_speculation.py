@@ -22,7 +22,7 @@ POLICIES = (
 )
 
 
-@seeds(40)
+@seeds(40, 10)
 @pytest.mark.parametrize("name", some(POLICIES, 8))
 def test_every_answer_has_the_tokens_it_has_alone(seeds, name):
     """Also where loops deliver fewer tokens than they may, which they do in half of the traces."""

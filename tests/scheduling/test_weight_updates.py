@@ -34,7 +34,7 @@ POLICIES = [
 ]
 
 
-@seeds(30)
+@seeds(30, 10)
 @pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_requests_go_on_with_new_weights(seeds, policy: Policy):
     """KV is kept or computed anew, no page of former weights is found, and every request ends.

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from jaxserve.server import ServerOptions
 from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend
+from tests.common.tiers import examples
 from tests.server.serving import NAME, post, runtime, server
 
 SCHEMA = schemathesis.openapi.from_dict(make_app(Backend(ServerOptions(model_name=NAME))).openapi())
@@ -63,13 +64,7 @@ def test_the_page_of_endpoints_loads_nothing():
 
 
 @SCHEMA.parametrize()
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(examples(5, 25), database=None, suppress_health_check=list(HealthCheck))
 def test_random_requests(url: str, case: schemathesis.Case):
     """No request makes the server fail, and every answer is one that the schema says."""
     response = case.call(base_url=url, timeout=60)

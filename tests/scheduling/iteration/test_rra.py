@@ -22,7 +22,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem
-from tests.common.tiers import some
+from tests.common.tiers import seeds, some
 from tests.scheduling.simulated import SECOND, item_of
 
 CONFIG = EngineConfig(
@@ -196,8 +196,9 @@ POLICIES = [
 ]
 
 
+@seeds(40, 10)
 @pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
-def test_random_traces(policy):
+def test_random_traces(seeds, policy):
     """Every request ends once, with the tokens that it has alone."""
-    checked = check_policy(policy, num_traces=40)
+    checked = check_policy(policy, num_traces=len(seeds))
     assert (checked.num_preemptions == 0) == (policy is EXEGPT)

@@ -120,10 +120,11 @@ POLICIES = [
 ]
 
 
+@seeds(40, 10)
 @pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
-def test_random_traces(policy):
+def test_random_traces(seeds, policy):
     """Every request ends once, with the tokens that it has alone, also after preemptions."""
-    checked = check_policy(policy, num_traces=40)
+    checked = check_policy(policy, num_traces=len(seeds))
     assert (checked.num_preemptions == 0) == (policy is EXEGPT)
 
 
