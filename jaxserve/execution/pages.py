@@ -37,8 +37,8 @@ PAGES_A_CALL = 8
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
-# Maximum bytes of pages in transit to the host; they take device memory until they arrive.
-_MAX_LEAVING_BYTES = 1 << 30
+# Maximum bytes of pages in transit to the host; they take device memory, then pinned host memory.
+MAX_LEAVING_BYTES = 1 << 30
 # Maximum bytes of pages in transit from the host, before a step waits for the first of them.
 MAX_INCOMING_BYTES = 1 << 30
 
@@ -86,6 +86,12 @@ def scattered(
     return over_tensor(scatter_pages, in_specs=specs, out_specs=_BUFFERS)(cache, pages, values)
 
 
+def to_host(pieces: Sequence[jax.Array]) -> np.ndarray:
+    """Wait for the pieces that `OwnShards.to_staging` returned, and join them."""
+    arrays = [np.asarray(piece) for piece in pieces]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=2)
+
+
 @final
 class OwnShards:
     """This process's part of arrays [layers, pages, kv_heads, ...] that are split by KV head.
@@ -108,12 +114,19 @@ class OwnShards:
             return array.nbytes
         return int(np.prod(self.shape(array.shape))) * array.dtype.itemsize
 
-    def to_host(self, array: jax.Array) -> np.ndarray:
-        """Wait for an array, and return this process's part."""
-        if self._has_all:
-            return np.asarray(array)
-        parts = {shard.index[2].start or 0: shard.data for shard in array.addressable_shards}
-        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=2)
+    def to_staging(self, array: jax.Array) -> list[jax.Array]:
+        """Start copying this process's part to pinned host memory; return its pieces by KV head.
+
+        CUDA copies to other host memory through a buffer of its own, and not beside kernels
+        (programming guide, "Page-locked host memory").
+        """
+        pieces = {0: array}
+        if not self._has_all:
+            pieces = {shard.index[2].start or 0: shard.data for shard in array.addressable_shards}
+        return [
+            jax.device_put(piece, staging_place(piece.sharding))
+            for _, piece in sorted(pieces.items())
+        ]
 
     def to_devices(
         self,
@@ -167,12 +180,14 @@ class DevicePages:
     allocates raises HostMemoryError if the host does not have it. An additional page, with the id
     `num_host_pages`, is the target of copies whose contents are unused. Pages that leave the device
     are gathered into a separate buffer first, because the cache is donated to the next step, which
-    may write to them. A thread stores them, one call after another; a caller that needs a page
-    waits for that page alone.
+    may write to them. The device copies that to pinned host memory beside its steps. A thread
+    stores them, one call after another; a caller that needs a page waits for that page alone.
 
     Args:
+      max_leaving_bytes: maximum size of the pages in transit to the host, but at least one call's.
       max_incoming_bytes: maximum size of the pages in transit from the host.
       copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
+      read: waits for pages in pinned host memory, and returns them; by default `to_host`.
     """
 
     def __init__(
@@ -182,15 +197,19 @@ class DevicePages:
         num_host_pages: int = 0,
         shelf: Shelf | None = None,
         *,
+        max_leaving_bytes: int = MAX_LEAVING_BYTES,
         max_incoming_bytes: int = MAX_INCOMING_BYTES,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
+        read: Callable[[Sequence[jax.Array]], np.ndarray] = to_host,
     ):
         self.cache = cache
         self.place = place
         self._copy = copy or jax.jit(gathered, out_shardings=place)
         self._num_host_pages = num_host_pages + 1
+        self._max_leaving_bytes = max_leaving_bytes
         self._max_incoming_bytes = max_incoming_bytes
         self._own = OwnShards(place)
+        self._read_pieces = read
         self._staging = staging_place(place)
         shelf = shelf or unkept(place)
         self._gather = shelf.function("gathered", gathered)
@@ -266,8 +285,9 @@ class DevicePages:
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
 
-        Copies to the host finish in the background. Pages in transit from it take device memory
-        twice, so at most `max_incoming_bytes` come at once.
+        Copies to the host finish in the background, unless `max_leaving_bytes` are on their way.
+        Pages in transit from it take device memory twice, so at most `max_incoming_bytes` come at
+        once.
         """
         for some in chunks(out, PAGES_A_CALL):
             self._send_out(some)
@@ -326,23 +346,22 @@ class DevicePages:
         """Start one call of copies of (device page, host page)."""
         ids = np.zeros(PAGES_A_CALL, np.int32)
         ids[: len(copies)] = [page for page, _ in copies]
-        leaving = jax.tree.leaves(self._gather(self.cache, ids))
-        for each in leaving:
-            each.copy_to_host_async()
         self.allocate_host()
-        num_bytes = sum(map(self._own.nbytes, leaving))
-        most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
+        num_bytes = PAGES_A_CALL * sum(self._own.nbytes(x) // x.shape[1] for x in self._leaves)
+        most = max(1, self._max_leaving_bytes // max(1, num_bytes))
         while self._calls and (len(self._calls) >= most or self._calls[0].done()):
             self._calls.popleft().result()
+        gathered_pages = jax.tree.leaves(self._gather(self.cache, ids))
+        leaving = [self._own.to_staging(each) for each in gathered_pages]
         host_pages = tuple(host_page for _, host_page in copies)
         arriving = self._copier.submit(self._store, host_pages, leaving)
         self._arriving.update((host_page, arriving) for host_page in host_pages)
         self._calls.append(arriving)
 
-    def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
+    def _store(self, host_pages: Sequence[int], leaving: Sequence[list[jax.Array]]) -> None:
         """Store pages once they arrive; runs on the thread of copies."""
         for buffer, each in zip(self._host, leaving, strict=True):
-            pages = self._own.to_host(each)
+            pages = self._read_pieces(each)
             for i, host_page in enumerate(host_pages):
                 buffer[host_page] = pages[:, i]
 

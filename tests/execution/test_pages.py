@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.execution.pages import PAGES_A_CALL, DevicePages
+from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, to_host
 from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.sharding import make_mesh
@@ -133,46 +134,49 @@ def test_a_host_without_the_memory_says_what_to_give():
         pages.swap(((3, 7),), ((7, 9),))
 
 
-class _Leaving:
-    """Pages that a gather returned: they fail to arrive once the test says so."""
+class _Arrivals:
+    """Pages arrive on the host once `may` is set; with `fails`, their copies fail then."""
 
-    def __init__(self, like: jax.Array, fails: threading.Event):
-        self.nbytes, self.shape, self.dtype = like.nbytes, like.shape, like.dtype
-        self._fails = fails
+    def __init__(self) -> None:
+        self.may, self.fails = threading.Event(), False
 
-    def copy_to_host_async(self) -> None:
-        pass
+    def __call__(self, pieces: Sequence[jax.Array]) -> np.ndarray:
+        assert {piece.sharding.memory_kind for piece in pieces} == {"pinned_host"}
+        self.may.wait()
+        if self.fails:
+            raise RuntimeError("the copy failed")
+        return to_host(pieces)
 
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        self._fails.wait()
-        raise RuntimeError("the copy failed")
 
-
-class _FailingShelf:
-    """A shelf whose gathers fail later."""
-
-    def __init__(self, inner: Shelf):
-        self.fails = threading.Event()
-        self._inner = inner
-
-    def function(self, name: str, *args: Any, **options: Any) -> Any:
-        function = self._inner.function(name, *args, **options)
-        if name != "gathered":
-            return function
-        return lambda cache, ids: [
-            _Leaving(each, self.fails) for each in jax.tree.leaves(function(cache, ids))
-        ]
+@pytest.mark.parametrize("num_shards", some([1, 2]))
+def test_pages_in_transit_to_the_host_are_bounded(num_shards):
+    """They wait in pinned memory; a call beyond the bound waits until the oldest has arrived."""
+    pages = _pages("float32", num_shards)
+    arrivals, most = _Arrivals(), 2 * PAGES_A_CALL * pages.host_page_bytes
+    pages = _pages("float32", num_shards, max_leaving_bytes=most, read=arrivals)
+    before = _contents(pages)
+    copies = tuple((page + 1, page) for page in range(3 * PAGES_A_CALL))
+    pages.swap(copies[: 2 * PAGES_A_CALL], ())
+    assert not any(map(pages.has_arrived, range(2 * PAGES_A_CALL)))
+    third = threading.Thread(target=pages.swap, args=(copies[2 * PAGES_A_CALL :], ()))
+    third.start()
+    third.join(0.1)
+    assert third.is_alive()
+    arrivals.may.set()
+    third.join()
+    contents = b"".join(x[:, 3 * PAGES_A_CALL].tobytes() for x in before)
+    assert pages.read_host_page(3 * PAGES_A_CALL - 1) == contents
 
 
 def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
     """Nothing waits for it; other contents may be written there."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shelf = _FailingShelf(unkept(place))
-    pages = _pages("float32", 1, shelf=shelf)
+    arrivals = _Arrivals()
+    pages = _pages("float32", 1, read=arrivals)
     contents = pages.read_host_page(0)
     pages.swap(((3, 7),), ())
     assert not pages.has_arrived(7) and pages.has_arrived(6)
-    shelf.fails.set()
+    arrivals.fails = True
+    arrivals.may.set()
     with pytest.raises(RuntimeError, match="the copy failed"):
         pages.swap(((3, 8),), ((8, 9),))
     assert not pages.has_arrived(7)
