@@ -5,6 +5,9 @@ name, or several separated by commas, of which the first that can serve the call
 is logged once. Names with "_interpreted" run a GPU kernel on any platform, for tests. An operation
 raises `NotImplementedError`, with the reason, if no requested implementation can serve the case,
 and `ValueError` if the shapes contradict each other or an implementation is unknown.
+
+A kernel that cannot serve a device may show this only when XLA compiles the whole program. Its
+caller traces the program again inside `compiling_alone`, which finds such kernels and refuses them.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +51,12 @@ class Choice:
 _choices: dict[Choice, None] = {}
 # The lists of the open `noted` blocks of each thread.
 _noting = threading.local()
+# The open `compiling_alone` block of a thread.
+_alone = threading.local()
+# Kernel calls that were compiled alone -> reason why it failed, or None.
+_compiled: dict[Any, str | None] = {}
+# (operation, implementation) of the failures that were logged.
+_warned: set[tuple[str, str]] = set()
 
 
 def choices() -> tuple[Choice, ...]:
@@ -100,6 +110,7 @@ def call(
     refused = []
     for name in names:
         try:
+            _require_compiles(operation, name, implementations[name], arguments)
             out = implementations[name](**arguments)
         except NotImplementedError as error:
             if implementation == name:
@@ -112,6 +123,86 @@ def call(
         raise NotImplementedError("; ".join(refused))
     record(operation, "xla", "; ".join(refused) or "the only choice", **arguments)
     return implementations["xla"](**arguments)
+
+
+@contextmanager
+def compiling_alone() -> Iterator[list[str]]:
+    """Compile every kernel call that this thread traces inside the block alone, once a process.
+
+    A call that does not compile is refused from then on, and the next implementation serves it. The
+    list has the reasons of those inside the block. Functions that JAX has traced before make no
+    calls, so clear its caches first.
+    """
+    refused: list[str] = []
+    _alone.refused = refused
+    try:
+        yield refused
+    finally:
+        _alone.refused = None
+
+
+def _require_compiles(
+    operation: str, name: str, implementation: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    """Raise NotImplementedError for a call that did not compile alone.
+
+    Inside `compiling_alone`, find that out.
+    """
+    refused: list[str] | None = getattr(_alone, "refused", None)
+    if name == "xla" or (refused is None and not _compiled):
+        return
+    leaves, structure = jax.tree.flatten(arguments)
+    described = tuple(
+        (leaf.shape, leaf.dtype) if _is_array(leaf) else repr(leaf) for leaf in leaves
+    )
+    key = operation, name, target_platform(), structure, described
+    if key not in _compiled:
+        if refused is None:
+            return
+        _compiled[key] = _failure(implementation, leaves, structure)
+    reason = _compiled[key]
+    if reason is None:
+        return
+    if refused is not None:
+        refused.append(reason)
+    if (operation, name) not in _warned:
+        _warned.add((operation, name))
+        _logger.warning(
+            "%s: %s does not compile on %s, so that the next implementation serves such calls: %s",
+            operation,
+            name,
+            jax.devices()[0].device_kind,
+            reason,
+        )
+    raise NotImplementedError(f"it does not compile: {reason}")
+
+
+def _failure(
+    implementation: Callable[..., Any], leaves: Sequence[Any], structure: Any
+) -> str | None:
+    """Compile a call alone, on the default device; return the first line of an error.
+
+    It does so in a thread of its own, which is inside no trace and no mesh.
+    """
+
+    def alone(*arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+        return implementation(**jax.tree.unflatten(structure, filled))
+
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
+    try:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: jax.jit(alone).lower(*shapes).compile()).result()
+    except NotImplementedError:  # a refusal, which the call itself repeats
+        return None
+    except Exception as error:  # of Pallas, XLA or ptxas
+        return str(error).partition("\n")[0] or type(error).__name__
+    return None
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
 
 
 def by_triton(folder: str, operation: str) -> dict[str, Callable[..., Any]]:

@@ -173,19 +173,40 @@ class Shelf:
                 dispatch.add(choice)
         return executable
 
-    def lower(
-        self, jitted: Any, arguments: tuple[Any, ...], static: dict[str, Any]
-    ) -> jax.stages.Lowered:
-        """Return the program of a jitted function for these shapes."""
-        with self.in_force(), dispatch.noted() as chosen:
-            lowered = jitted.lower(*arguments, **static)
-        self._chosen.update(dict.fromkeys(chosen))
-        return lowered
+    def make(
+        self,
+        jitted: Any,
+        arguments: tuple[Any, ...],
+        static: dict[str, Any],
+        key: str | None,
+        leaves: Sequence[Any],
+    ) -> jax.stages.Compiled:
+        """Compile a jitted function for arguments of these shapes; save it under a key.
 
-    def compile(
+        `leaves` describe the arguments and options. If the program does not compile because a
+        kernel in it does not, the kernel's operation uses its next implementation.
+        """
+        with self.in_force():
+            traced = self._trace(jitted, arguments, static)
+            try:
+                return self._compile(traced.lower(), key, leaves)
+            except Exception:  # of Pallas, XLA or ptxas
+                jax.clear_caches()
+                with dispatch.compiling_alone() as refused:
+                    traced = self._trace(jitted, arguments, static)
+                if not refused:
+                    raise
+            return self._compile(traced.lower(), key, leaves)
+
+    def _trace(self, jitted: Any, arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        with dispatch.noted() as chosen:
+            traced = jitted.trace(*arguments, **static)
+        self._chosen.update(dict.fromkeys(chosen))
+        return traced
+
+    def _compile(
         self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
     ) -> jax.stages.Compiled:
-        """Compile a program lowered for `leaves` (with options); save it under a key."""
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
             return lowered.compile()
@@ -395,9 +416,7 @@ class StepFunction:
         begin_s = time.perf_counter()
         executable = shelf.load(key)
         if executable is None:
-            lowered = shelf.lower(self._jitted, shapes, static)
-            with shelf.in_force():
-                executable = shelf.compile(lowered, key, leaves)
+            executable = shelf.make(self._jitted, shapes, static, key, leaves)
             event = COMPILED_EVENT
         else:
             event = LOADED_EVENT

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.kernels import dispatch
+from jaxserve.steps.step_function import unkept
 
 
 def _refuses(x):
@@ -52,3 +54,38 @@ def test_without_a_wish_the_platform_chooses():
     np.testing.assert_array_equal(_call(None, ("first",)), np.ones(3))
     choice = dispatch.choices()[-1]
     assert (choice.implementation, choice.reason) == ("xla", "first refused: it is tired")
+
+
+@pytest.mark.release  # it clears JAX's caches, which other tests use
+def test_a_kernel_that_does_not_compile_is_replaced(caplog):
+    """XLA refuses a program with it; the program gets the next implementation, and the log says so.
+
+    Calls of other shapes keep the kernel until one of them fails, too.
+    """
+
+    def unknown_to_xla(x, scale):
+        return jax.ffi.ffi_call("jaxserve_no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+            x
+        )
+
+    implementations = {"kernel": unknown_to_xla, "xla": lambda x, scale: scale * x}
+
+    def step(params, x):
+        return params + dispatch.call(
+            "test a kernel", implementations, {"cpu": ("kernel",)}, None, x=x, scale=3.0
+        )
+
+    shelf = unkept(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for shape in ((2,), (2,), (3,)):
+        made = shelf.function("step", step, shape)
+        np.testing.assert_array_equal(made(jnp.ones(shape), jnp.ones(shape)), np.full(shape, 4.0))
+    choice = dispatch.choices()[-1]
+    assert choice.implementation == "xla" and "kernel refused: it does not compile" in choice.reason
+    (said,) = [each.getMessage() for each in caplog.records if "test a kernel" in each.getMessage()]
+    assert "kernel does not compile on cpu, so that the next implementation" in said
+
+    def wrong(params, x):
+        return params @ unknown_to_xla(x, 1.0)
+
+    with pytest.raises(jax.errors.JaxRuntimeError):  # no implementation to replace it
+        shelf.function("wrong", wrong)(jnp.ones(2), jnp.ones(2))
