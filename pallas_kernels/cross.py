@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-H100 = "NVIDIA H100 80GB HBM3"
-H100_CORES = 132
+from jaxserve.kernels.gpu import GPUS, Gpu
 
 
 @contextmanager
-def targeting(device: str = H100) -> Iterator[None]:
+def targeting(gpu: Gpu = GPUS["h100"]) -> Iterator[None]:
     """Trace for this GPU inside the block; lower with `lowering_platforms=("cuda",)`."""
-    kind = AbstractDevice(device_kind=device, num_cores=None, platform="cuda")
+    kind = AbstractDevice(device_kind=gpu.kind, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
         yield

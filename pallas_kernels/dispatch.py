@@ -229,15 +229,6 @@ def target_platform() -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def compute_capability() -> tuple[int, int] | None:
-    """Return the compute capability of this machine's GPU, such as (9, 0); None without a GPU."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability is None:
-        return None
-    major, minor = str(capability).split(".")
-    return int(major), int(minor)
-
-
 def is_partitioned() -> bool:
     """Return whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -119,7 +119,7 @@ def _steps(job: Job) -> list[Any]:
     from jaxserve.steps.programs import Programs
     from jaxserve.steps.slots import empty_slots
     from jaxserve.steps.step_function import Placement
-    from scripts.gate_device import h100
+    from scripts.gate_device import mesh_of
 
     config = LlamaConfig(
         **cast(Any, dict(zip(_SIZES, SHAPES[job.shape], strict=True))),
@@ -135,7 +135,7 @@ def _steps(job: Job) -> list[Any]:
         max_decode_iterations=job.max_decode_iterations,
     )
     layout = cast(Any, job.layout)
-    mesh = h100() if job.target == "h100" else Mesh(jax.devices()[:1], ("tensor",))
+    mesh = mesh_of() if job.target == "h100" else Mesh(jax.devices()[:1], ("tensor",))
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
     graphdef, params = nnx.split(
         nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=layout))

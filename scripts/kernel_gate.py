@@ -1,17 +1,22 @@
 """Compile the GPU kernels, and steps with them, without a GPU; `make kernel-gate` runs it.
 
 It runs in its own environment, with JAX's CUDA plug-in, and compiles every configuration of the
-kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
-has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
-whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
-model's dtype and in 8 bits, with weights in few bits, of Llama 3 8B's sizes on one device and over
-eight, and of layers of Qwen3 30B-A3B and Mixtral 8x7B, whose products may take 1.2 times the
-operations that their tokens need (`scripts.traffic`); and a task of cells whose kernel reads their
-pools. A layer, the rest of an iteration or a task may not have more launches than
-`kernel_gate.json` records, and the host may not do more for a decode loop (`scripts.launches`). A
-step with unrolled layers, the default, may read and write at most 5 % of its weights' bytes in
-addition to the weights, pages and activations. A decode loop with weights in few
-bits may not copy a weight. In a deterministic step, XLA itself may not add floating-point numbers.
+kernels to machine code for an H100, or for another GPU (`--device`). Errors are a register spill,
+more shared memory than the device has, a cache that is not updated in place, and temporaries of the
+cache's size. On other GPUs than an H100, whose assembler gives up a few registers to run more
+blocks at once, a few bytes may be spilled. A configuration that no kernel of ours serves on the
+device is listed.
+
+It also compiles a whole decode loop and a whole mixed step, with unrolled and with scanned layers,
+with pages in the model's dtype and in 8 bits, with weights in few bits, of Llama 3 8B's sizes on
+one device and over eight, and of layers of Qwen3 30B-A3B and Mixtral 8x7B, whose products may take
+1.2 times the operations that their tokens need (`scripts.traffic`); and a task of cells whose
+kernel reads their pools. A layer, the rest of an iteration or a task may not have more launches
+than `kernel_gate.json` records, and the host may not do more for a decode loop
+(`scripts.launches`). A step with unrolled layers, the default, may read and write at most 5 % of
+its weights' bytes in addition to the weights, pages and activations. A decode loop with weights in
+few bits may not copy a weight. In a deterministic step, XLA itself may not add floating-point
+numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -35,15 +41,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_gpu_fail_ptx_compilation_on_register_spilling=true",
         f"--xla_dump_to={_DUMP.name}",
         "--xla_dump_hlo_as_text",
+        "--xla_dump_emitter_re=.*",
     )
 )
 
 import jax  # noqa: E402
 from flax import nnx  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from jaxserve.cells.layout import CellLayout  # noqa: E402
@@ -51,7 +57,9 @@ from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
+from jaxserve.kernels import dispatch  # noqa: E402
 from jaxserve.kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
+from jaxserve.kernels.gpu import GPUS, Gpu  # noqa: E402
 from jaxserve.kernels.paged_attention.configurations import (  # noqa: E402
     RARE_CONFIGURATIONS,
 )
@@ -71,7 +79,7 @@ from jaxserve.sharding import state_shardings  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
 from jaxserve.steps.sampling.sampler import Variant  # noqa: E402
 from jaxserve.steps.step_function import Placement  # noqa: E402
-from scripts.gate_device import h100  # noqa: E402
+from scripts.gate_device import mesh_of, ptxas, spills  # noqa: E402
 from scripts.launches import (  # noqa: E402
     HostThunks,
     host_thunks,
@@ -84,18 +92,21 @@ from scripts.launches import (  # noqa: E402
 from scripts.traffic import StepBytes, product_flops, step_bytes  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
-# File with the launches of a layer that were recorded last.
+# File with the launches of a layer on an H100 that were recorded last.
 KNOWN = Path(__file__).with_name("kernel_gate.json")
-
+_MOSAIC = "mosaic,triton"
 
 # The kernel of decoding rows, by the option `attention`.
-_SPLIT_KERNELS = {None: "paged_attention_split", "mosaic,triton": "paged_attention_mosaic_split"}
+_SPLIT_KERNELS = {None: "paged_attention_split", _MOSAIC: "paged_attention_mosaic_split"}
 # Maximum share of its weights' bytes that a step with unrolled layers moves beyond its needs.
 _MAX_SHARE_BESIDE = 0.05
 # Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
-# Maximum shared memory of a block that opts in, see `scripts.gate_device`.
-_MAX_SHARED_BYTES = 232448
+# Maximum bytes of registers that a thread may spill on other GPUs than an H100; a tile that is too
+# large spills kilobytes.
+_MAX_SPILLED_BYTES = 64
+# The option of XLA with which a kernel that spills registers is an error, and a part of that error.
+_NO_SPILLS, _SPILLS = "xla_gpu_fail_ptx_compilation_on_register_spilling", "register spilling"
 # Maximum operations of a step with experts, beside those that its tokens need.
 _MAX_FLOPS = 1.2
 # Attributes of models with experts; `num_layers` and what the steps have in common are missing.
@@ -152,6 +163,12 @@ class Steps:
     max_slots: int = 64
     mixture: str | None = None
 
+    def runs_on(self, gpu: Gpu) -> bool:
+        """Return whether our kernels serve the step there; its other kernels are not checked."""
+        is_float8 = "float8_e4m3fn" == self.kv_dtype or self.quantize == "fp8"
+        is_mosaic = self.attention == _MOSAIC
+        return not (is_mosaic and gpu.capability[0] != 9 or is_float8 and gpu.capability < (8, 9))
+
     @property
     def num_layers(self) -> tuple[int, int]:
         """Two numbers of layers; what a layer adds is known from the difference."""
@@ -205,8 +222,8 @@ STEPS = (
     Steps("unrolled", is_llama_3_8b=True, max_slots=256),
     *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),
-    Steps("scanned", attention="mosaic,triton"),
-    Steps("unrolled", attention="mosaic,triton", is_llama_3_8b=True),
+    Steps("scanned", attention=_MOSAIC),
+    Steps("unrolled", attention=_MOSAIC, is_llama_3_8b=True),
     *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
     Steps("scanned", quantize="int4"),
     Steps("scanned", deterministic=True, dtype="float32"),
@@ -215,29 +232,41 @@ STEPS = (
 
 def main() -> int:
     options = _parser().parse_args()
-    mesh = h100()
-    chosen = _subset() if options.subset else _ALL
-    problems = _compile_configurations(mesh, chosen)
-    steps = STEPS_OF_SUBSET if options.subset else STEPS
+    if options.write and (options.device != "h100" or options.no_steps or options.only):
+        _parser().error("--write records everything on an H100: pass no other option")
+    if options.device == "h100":  # in steps, too; XLA reads this when it compiles first
+        os.environ["XLA_FLAGS"] += f" --{_NO_SPILLS}=true"
+    gpu = GPUS[options.device]
+    chosen = [_for(gpu, each) for each in (_subset() if options.subset else _ALL)]
+    chosen = [each for each in chosen if options.only in str(each)]
+    refused: dict[str, str] = {}
+    spilled: dict[str, dict[str, int]] = {}
+    problems = _compile_configurations(options.device, chosen, refused, spilled)
+    if options.device == "h100":
+        problems += [f"{name}: no kernel serves it: {why}" for name, why in refused.items()]
+    all_steps = [each for each in STEPS if each.runs_on(gpu)]
+    steps = [each for each in all_steps if each in STEPS_OF_SUBSET or not options.subset]
+    steps = [] if options.no_steps else steps
     counts = _Counts()
     for each in tqdm(steps, desc="compiling steps", delay=2):
-        _compile_steps(each, problems, counts)
+        _compile_steps(options.device, each, problems, counts)
     found = {
         "launches a layer": counts.layers,
         "launches beside the layers": counts.rest,
         "host decisions of a loop": counts.decisions,
         "host launches of a loop": counts.host_launches,
-        "launches a task": _compile_tasks(mesh, problems),
+        "launches a task": {} if options.no_steps else _compile_tasks(options.device, problems),
     }
     shared = _shared_bytes()
     problems += [
-        f"{kernel}: {size} bytes of shared memory, of {_MAX_SHARED_BYTES}"
+        f"{kernel}: {size} bytes of shared memory, of {gpu.shared_bytes}"
         for kernel, size in shared.items()
-        if size > _MAX_SHARED_BYTES
+        if size > gpu.shared_bytes
     ]
+    # Launches on other devices are shown, and compared with nothing.
     if options.write:
         KNOWN.write_text(json.dumps(found, indent=2) + "\n")
-    before = json.loads(KNOWN.read_text())
+    before = json.loads(KNOWN.read_text()) if options.device == "h100" else found
     problems += [
         f"{name}: {count:g} {what}, {before[what].get(name, 0):g} before"
         for what, counts in found.items()
@@ -245,8 +274,11 @@ def main() -> int:
         if count > before[what].get(name, 0)
     ]
     summary = {
+        "device": options.device,
         "configurations": f"{len(chosen)} of {len(_ALL)}",
-        "steps": f"{2 * len(steps)} of {2 * len(STEPS)}",
+        "served by other implementations": refused,
+        "bytes of registers spilled": spilled,
+        "steps": f"{2 * len(steps)} of {2 * len(all_steps)}",
         **found,
         "thunks of a loop": {name: asdict(each) for name, each in counts.thunks.items()},
         "bytes a step": {name: asdict(each) for name, each in counts.moved.items()},
@@ -258,7 +290,8 @@ def main() -> int:
         print(f"kernel-gate: {problem}", file=sys.stderr)
     print(
         f"kernel-gate: {len(chosen)} configurations of kernels and {2 * len(steps)} steps were "
-        f"compiled for an H100; {len(problems)} problems"
+        f"compiled for {options.device}, on which {len(refused)} configurations have no kernel; "
+        f"{len(problems)} problems"
     )
     return 1 if problems else 0
 
@@ -288,8 +321,25 @@ def _subset() -> list[Configuration]:
     return [*attention[::_EVERY], *others]
 
 
-def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration]) -> list[str]:
-    problems = []
+def _for(gpu: Gpu, configuration: Configuration) -> Configuration:
+    """Return a configuration for a GPU; attention has tiles by the device."""
+    is_attention = isinstance(configuration, Attention)
+    return replace(configuration, gpu=gpu) if is_attention else configuration
+
+
+def _compile_configurations(
+    device: str,
+    configurations: Sequence[Configuration],
+    refused: dict[str, str],
+    spilled: dict[str, dict[str, int]],
+) -> list[str]:
+    """Return what is wrong.
+
+    Add the configurations that no kernel serves to `refused`, with the reason, and those that spill
+    few registers to `spilled`, with the bytes of each kernel.
+    """
+    problems, mesh = [], mesh_of(device)
+    most_spilled = 0 if device == "h100" else _MAX_SPILLED_BYTES
     place = NamedSharding(mesh, PartitionSpec())
     for configuration in tqdm(configurations, desc="compiling kernels", delay=2):
         function, arguments = configuration.call()
@@ -298,19 +348,54 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
         )
         donated = sum(_num_bytes(arguments[name]) for name in configuration.donated)
         step = jax.jit(function, donate_argnames=configuration.donated)
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), dispatch.noted() as choices:
             try:
-                compiled = step.lower(**arguments).compile()
+                lowered = step.lower(**arguments)
+                try:
+                    compiled = lowered.compile({_NO_SPILLS: True})
+                except jax.errors.JaxRuntimeError as error:
+                    if _SPILLS not in str(error):
+                        raise
+                    compiled, own = _compiled_with_spills(lowered)
+                    spilled[str(configuration)] = own
+                    problems += [
+                        f"{configuration}: {kernel} spills {size} bytes of registers"
+                        for kernel, size in own.items()
+                        if size > most_spilled
+                    ]
+            except NotImplementedError as error:  # of a kernel that was asked for by name
+                refused[str(configuration)] = str(error)
             except Exception as error:
                 problems.append(f"{configuration}: {str(error).splitlines()[0]}")
             else:
+                if choices and all(each.implementation == "xla" for each in choices):
+                    refused[str(configuration)] = choices[0].reason
                 problems += _memory_problems(str(configuration), compiled, donated)
     return problems
 
 
-def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
+def _compiled_with_spills(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled, dict[str, int]]:
+    """Compile a program that spills, and return the bytes that a thread of each kernel spills."""
+    before = set(Path(_DUMP.name).glob("*.ptx"))
+    compiled = lowered.compile({_NO_SPILLS: False})
+    spilled = {}
+    for path in sorted(set(Path(_DUMP.name).glob("*.ptx")) - before):
+        target = re.findall(r"^\.target (\w+)", path.read_text(), re.M)[0]
+        done = subprocess.run(
+            [ptxas(), "-v", f"-arch={target}", path, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        spilled |= spills(done.stderr)
+    return compiled, spilled
+
+
+def _compile_steps(device: str, steps: Steps, problems: list[str], counts: _Counts) -> None:
     num_few, num_more = steps.num_layers
-    more = _modules(steps, num_more, problems)
+    more = _modules(device, steps, num_more, problems)
     for name, hlo in more.items():
         own = counts.moved[name] = step_bytes(hlo)
         if steps.layout == "unrolled" and own.share_beside > _MAX_SHARE_BESIDE:
@@ -325,14 +410,14 @@ def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
     if steps.layout == "scanned":
         counts.layers.update((name, launches_a_layer(hlo, num_more)) for name, hlo in more.items())
         return
-    few = _modules(steps, num_few, problems)
+    few = _modules(device, steps, num_few, problems)
     for name in more:
         layer = (launches(more[name]) - launches(few[name])) / (num_more - num_few)
         counts.layers[name] = layer
         counts.rest[name] = launches(more[name]) - num_more * layer
 
 
-def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
+def _modules(device: str, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
     config = steps.config(num_layers)
     decoder: type[Decoder] = Llama if steps.mixture is None else MoEDecoder
     engine = EngineConfig(
@@ -344,7 +429,7 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
         attention="triton" if steps.deterministic else steps.attention,
         row_kernels="triton" if steps.deterministic else None,
     )
-    mesh = h100(steps.num_shards)
+    mesh = mesh_of(device, steps.num_shards)
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
     with place.in_force():
         how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
@@ -428,8 +513,9 @@ def _copies(hlo: str, model: nnx.Module) -> list[str]:
     return [*made_arrays(hlo, codes, "[us]8"), *made_arrays(hlo, numbers)]
 
 
-def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
+def _compile_tasks(device: str, problems: list[str]) -> dict[str, float]:
     """Return the launches of a task of 64 LSTM steps, with what begins and ends a call."""
+    mesh = mesh_of(device)
     step = Embedded(LSTM(1024, 1024, rngs=nnx.Rngs(0)), 1000, rngs=nnx.Rngs(0))
     layout = CellLayout(sequence_model(step, name="lstm").cells)
     programs = CellPrograms(layout, has_flat=False)
@@ -493,7 +579,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compile only a part of attention's configurations and of the steps, as CI does",
     )
-    one.add_argument("--write", action="store_true", help="record the present launches")
+    one.add_argument("--write", action="store_true", help="record the present launches on an H100")
+    parser.add_argument(
+        "--device", choices=tuple(GPUS), default="h100", help="the GPU to compile for"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only the configurations with this in their name"
+    )
+    parser.add_argument(
+        "--no-steps", action="store_true", help="compile the kernels alone, and no whole steps"
+    )
     return parser
 
 

@@ -23,6 +23,7 @@ import jax  # isort: skip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # isort: skip
 from tqdm import tqdm  # isort: skip
 
+from jaxserve.kernels.gpu import GPUS  # isort: skip
 from jaxserve.kernels.paged_attention.configurations import (  # isort: skip
     MOSAIC_CONFIGURATIONS,
     Configuration,
@@ -30,12 +31,11 @@ from jaxserve.kernels.paged_attention.configurations import (  # isort: skip
 
 REPORT = Path(__file__).with_name("mosaic_resources.json")
 _KERNELS = "paged_attention_mosaic"
-_MAX_SHARED_BYTES = 232448
 
 
 def main() -> int:
     options = _parser().parse_args()
-    mesh = kernel_gate.h100()
+    mesh = kernel_gate.mesh_of()
     report: dict[str, dict[str, dict[str, int]]] = {}
     problems: list[str] = []
     chosen = MOSAIC_CONFIGURATIONS[:: 3 if options.subset else 1]
@@ -91,7 +91,7 @@ def _resources_of(ptx: Path) -> dict[str, int]:
     }
     if found["spill_bytes"]:
         raise ValueError(f"{found['spill_bytes']} bytes of registers are spilled")
-    if found["shared_bytes"] > _MAX_SHARED_BYTES:
+    if found["shared_bytes"] > GPUS["h100"].shared_bytes:
         raise ValueError(f"{found['shared_bytes']} bytes of shared memory")
     if misplaced := _misplaced(copies):
         raise ValueError(f"copies of tokens that have to begin at multiples of 8: {misplaced}")

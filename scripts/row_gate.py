@@ -27,13 +27,13 @@ import jax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxserve.kernels.fused_matmul.row_shapes import CONFIGURATIONS, Configuration  # noqa: E402
-from scripts.gate_device import h100  # noqa: E402
+from scripts.gate_device import mesh_of  # noqa: E402
 
 _TOKENS = (1, 100, 2048)
 
 
 def main() -> int:
-    mesh, num_problems = h100(), 0
+    mesh, num_problems = mesh_of(), 0
     products = {replace(each, tokens=1): None for each in CONFIGURATIONS}
     for product in products:
         found = {tokens: _operations(mesh, replace(product, tokens=tokens)) for tokens in _TOKENS}

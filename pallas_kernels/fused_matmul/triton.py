@@ -82,7 +82,7 @@ def fused_matmul(
         partial(_kernel, sizes),
         grid=(columns // sizes.width,),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=4 if is_gated else 6),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=sizes.stages),
         interpret=interpret,
         name="fused_matmul",
     )(operands)
@@ -106,6 +106,13 @@ class _Sizes:
     width: int
     eps: float
     offset: float
+
+    @property
+    def stages(self) -> int:
+        """Blocks of inputs on their way from memory."""
+        block_bytes = 2 * _BLOCK * (self.tile + self.parts * self.width)
+        sums_bytes = 4 * self.tile * self.width
+        return gpu.num_stages(6 if self.parts == 1 else 4, block_bytes, sums_bytes)
 
 
 @final

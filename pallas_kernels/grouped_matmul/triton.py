@@ -70,6 +70,7 @@ def tiling(tokens: int, weight: tuple[int, ...], itemsize: int) -> Tiling:
         width //= 2
     # Low tiles wait for the memory: more blocks of inputs on their way, and fewer warps.
     warps, stages = (4, 5) if rows <= 32 else (4, 3) if rows * width <= 8192 else (8, 3)
+    stages = gpu.num_stages(stages, itemsize * block * (rows + width))
     return Tiling(tokens=rows, columns=width, block=block, warps=warps, stages=stages)
 
 

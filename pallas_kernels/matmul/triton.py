@@ -96,7 +96,12 @@ def rowwise_product(
         # Programs that read the same columns of the weight are neighbours.
         grid=(-(-tokens // sizes.tile), -(-columns // sizes.width)),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), out_dtype),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=triton.CompilerParams(
+            num_warps=4,
+            num_stages=gpu.num_stages(
+                4, size * sizes.block * (sizes.tile + sizes.parts * sizes.width)
+            ),
+        ),
         interpret=interpret,
         name="rowwise_product",
     )(_Operands(x=x, weight=weight, bias=bias, residual=residual))

@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 
-from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.gpu import GPUS, Gpu
 from jaxserve.kernels.paged_attention.api import paged_attention
 from jaxserve.kernels.paged_attention.operands import Rows
 from jaxserve.kernels.paged_attention.planner import Capacity, no_work
@@ -54,6 +54,7 @@ class Configuration:
     is_decode: bool
     kind: Literal["triton", "mosaic"] = "triton"
     chunk_invariant: bool = False
+    gpu: Gpu = GPUS["h100"]
     donated = ()
 
     def __str__(self) -> str:
@@ -73,14 +74,14 @@ class Configuration:
     def call(
         self, *, num_rows: int = 8, num_tokens: int = 64, num_pages: int = 40, width: int = 9
     ) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its arguments: abstract arrays, a plan for an H100.
+        """Return a function for `jax.jit` and its arguments: abstract arrays, a plan for the GPU.
 
         A row's page table has `width` pages.
         """
         tokens = num_rows if self.is_decode else num_tokens
         tiling = tiling_for(
-            device=H100,
-            num_cores=H100_CORES,
+            device=self.gpu.kind,
+            num_cores=self.gpu.num_cores,
             kv_heads=self.kv_heads,
             group=self.group,
             head_dim=self.head_dim,

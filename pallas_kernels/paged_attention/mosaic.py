@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels import dispatch
+from jaxserve.kernels import dispatch, gpu
 from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 from jaxserve.kernels.paged_attention.planner import Plan, Warpgroups
 
@@ -197,9 +197,11 @@ def _check_platform() -> None:
     platform = dispatch.target_platform()
     if platform != "cuda":
         raise NotImplementedError(f"it is compiled for NVIDIA GPUs, not for {platform}")
-    capability = dispatch.compute_capability()
-    if capability is not None and capability[0] != 9:
-        raise NotImplementedError(f"it needs Hopper (sm_90a), not compute capability {capability}")
+    target = gpu.target()
+    if target is not None and target.capability[0] != 9:
+        raise NotImplementedError(
+            f"it needs Hopper (sm_90a), not compute capability {target.capability}"
+        )
 
 
 def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.cross import H100_CORES
+from jaxserve.kernels.gpu import GPUS
 from jaxserve.kernels.paged_attention import mosaic
 from jaxserve.kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
 
@@ -135,7 +135,7 @@ def is_tuned(device: str) -> bool:
 
 def cores_of(device: Any) -> int:
     """Return the number of multiprocessors of a JAX device; an H100's if JAX does not report it."""
-    return getattr(device, "core_count", H100_CORES)
+    return getattr(device, "core_count", GPUS["h100"].num_cores)
 
 
 def _launches(entry: Entry, case: str = "") -> Launches:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32
 
-from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels import gpu
 from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 from jaxserve.kernels.paged_attention.planner import Launch, Plan, Tiling
 
@@ -140,10 +140,10 @@ def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> 
             f"it serves queries in one of {_DTYPES} and pages in one of {_PAGE_DTYPES}, not "
             f"{q.dtype} and {pages.dtype}"
         )
-    capability = dispatch.compute_capability()
-    if str(pages.dtype).startswith("float8") and capability is not None and capability < (8, 9):
+    target = gpu.target()
+    if str(pages.dtype).startswith("float8") and target and target.capability < (8, 9):
         raise NotImplementedError(
-            f"float8 pages need sm_89 or newer, not compute capability {capability}"
+            f"float8 pages need sm_89 or newer, not compute capability {target.capability}"
         )
     if q.shape[2] > _MAX_WIDTH:
         raise NotImplementedError(f"it serves head_dim up to {_MAX_WIDTH}, not {q.shape[2]}")

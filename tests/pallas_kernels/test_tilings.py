@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.kernels import paged_attention
-from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.gpu import GPUS
 from jaxserve.kernels.paged_attention import planned_tiling, tiling_for
 from jaxserve.kernels.paged_attention.planner import Launches
 from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
@@ -20,15 +20,17 @@ DTYPES = dict(dtype="bfloat16", page_dtype="bfloat16")
 def test_no_query_is_shared_by_warpgroups(group):
     """Each of the two warpgroups has whole queries, as many as fit in its 64 rows."""
     heads = dict(kv_heads=2, group=group, head_dim=64)
-    tiling = tiling_for(device=H100, num_cores=H100_CORES, kind="mosaic", **heads)
+    tiling = tiling_for(
+        device=GPUS["h100"].kind, num_cores=GPUS["h100"].num_cores, kind="mosaic", **heads
+    )
     assert tiling.warpgroups is not None
     assert tiling.tile_queries == 2 * (64 // group)
-    assert tiling.tile_programs == H100_CORES
+    assert tiling.tile_programs == GPUS["h100"].num_cores
 
 
 def test_what_takes_registers_is_launched_otherwise():
     """Float32 has fewer keys per iteration, ALiBi or two masks more warps; the rest is equal."""
-    tiling = tiling_for(device=H100, num_cores=H100_CORES, **HEADS)
+    tiling = tiling_for(device=GPUS["h100"].kind, num_cores=GPUS["h100"].num_cores, **HEADS)
 
     def launches(dtype: str, *masks: str) -> Launches:
         names = ("has_alibi", "has_window", "has_cap")

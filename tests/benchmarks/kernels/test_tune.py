@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks.common.harness import Record
 from benchmarks.kernels.tune import descend, main, write_entry
-from jaxserve.kernels.cross import H100, H100_CORES
+from jaxserve.kernels.gpu import GPUS
 from jaxserve.kernels.paged_attention import tilings
 from jaxserve.kernels.paged_attention.tilings import entry_for, is_tuned, tiling_for
 
 pytestmark = pytest.mark.release
 
 VALUES = {("a",): (1, 2, 3), ("b", "c"): (1, 2, 3)}
-HEADS = dict(device=H100, num_cores=H100_CORES, kv_heads=8)
+HEADS = dict(device=GPUS["h100"].kind, num_cores=GPUS["h100"].num_cores, kv_heads=8)
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ def test_no_time_leaves_the_entry_as_it_is():
 
 def test_what_is_written_is_what_runtimes_take(table):
     """The entry is only for these heads on this device, and replaces the old one."""
-    general = entry_for(device=H100, group=4, head_dim=128, kind="triton")
-    assert not is_tuned(H100)
+    general = entry_for(device=GPUS["h100"].kind, group=4, head_dim=128, kind="triton")
+    assert not is_tuned(GPUS["h100"].kind)
     for rows in (64, 128):
         entry = {
-            "device": H100,
+            "device": GPUS["h100"].kind,
             "group": 4,
             "head_dim": 128,
             "source": 'timed, "here"',
@@ -78,22 +78,22 @@ def test_what_is_written_is_what_runtimes_take(table):
         write_entry(table, "triton", entry)
         write_entry(table, "mosaic", {**entry, "group": 2})
     tilings._entries.cache_clear()
-    assert is_tuned(H100)
+    assert is_tuned(GPUS["h100"].kind)
     assert table.read_text().count("[[triton]]") == 1
-    found = entry_for(device=H100, group=4, head_dim=128, kind="triton")
+    found = entry_for(device=GPUS["h100"].kind, group=4, head_dim=128, kind="triton")
     assert found == entry
     tiling = tiling_for(**HEADS, group=4, head_dim=128)
     assert (tiling.launches.block_keys, tiling.split_keys, tiling.tile_rows) == (32, 256, 128)
-    assert tiling.split_programs == 6 * H100_CORES
+    assert tiling.split_programs == 6 * GPUS["h100"].num_cores
     assert tiling.launches.split.num_warps == 2
     for other in (
-        dict(device=H100, group=8, head_dim=128),
-        dict(device=H100, group=4, head_dim=64),
+        dict(device=GPUS["h100"].kind, group=8, head_dim=128),
+        dict(device=GPUS["h100"].kind, group=4, head_dim=64),
         dict(device="NVIDIA A100", group=4, head_dim=128),
     ):
         assert entry_for(**other, kind="triton")["source"] == "compiler"
     assert general["source"] == "compiler"
-    assert entry_for(device=H100, group=2, head_dim=128, kind="mosaic")["group"] == 2
+    assert entry_for(device=GPUS["h100"].kind, group=2, head_dim=128, kind="mosaic")["group"] == 2
 
 
 def test_tiles_are_tuned_on_a_gpu_only(capsys, table):
