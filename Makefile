@@ -1,12 +1,25 @@
-# Everything runs inside .venv, made on first use. Override the interpreter with PYTHON=python3.11.
+# Everything runs inside .venv, made on first use. Override the interpreter with PYTHON=python3.12:
+# beside a .venv of another version, its folder is .venv-3.12.
 
 PYTHON ?= python3
 VENV := .venv
+version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifneq ($(origin PYTHON),file)
+ifneq ($(filter python3.%,$(PYTHON)),)
+override PYTHON := $(shell scripts/find_python.sh $(PYTHON:python%=%))
+endif
+ifneq ($(wildcard .venv/bin/python),)
+ifneq ($(call version_of,.venv/bin/python),$(call version_of,$(PYTHON)))
+VENV := .venv-$(call version_of,$(PYTHON))
+endif
+endif
+endif
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# The machine code of kernels is looked at with the JAX that GPU machines have.
+# The machine code of kernels is looked at with the JAX that GPU machines have; GATE_JAX=0.12.0.1 looks
+# with that one, in a folder of its own.
 GATE_PYTHON ?= $(shell scripts/find_python.sh 3.12)
-GATE_JAX := 0.11.2
+GATE_JAX ?= 0.11.2
 
 # A stamp says which extras .venv holds for the present pyproject.toml.
 DEMO_STAMP := $(VENV)/.installed-demo
@@ -51,7 +64,7 @@ style: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
 types: $(TEST_STAMP)
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: $(TEST_STAMP) ## format the code and mend what lint can mend
 	$(BIN)/ruff format .
@@ -60,7 +73,7 @@ format: $(TEST_STAMP) ## format the code and mend what lint can mend
 gpu-check: ## test and time kernels and models on this machine's GPU, with PYTHON's own JAX
 	@$(PYTHON) -m scripts.gpu_check $(ARGS)
 
-GATE := .venv-gate
+GATE := .venv-gate-$(GATE_JAX)
 # What `make kernel-gate` does, two at a time; each prints its report when it has ended.
 CHECKS := gate-steps gate-tests gate-mosaic gate-rows
 .PHONY: $(CHECKS)
@@ -98,8 +111,8 @@ $(GATE)/.installed: pyproject.toml
 	    jax-cuda13-plugin==$(GATE_JAX) jax-cuda13-pjrt==$(GATE_JAX) nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
-clean: ## remove .venv and everything built (downloaded models stay)
-	rm -rf $(VENV) $(GATE) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and everything built (downloaded models stay)
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

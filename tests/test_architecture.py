@@ -82,7 +82,7 @@ JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pall
 
 # "path name" -> reason why a file may use this private name of another one.
 MAY_REACH = {
-    "jaxserve/steps/executable_store.py _lowering": "kept_var_idx is nowhere public",
+    "pallas_kernels/versions.py _lowering": "kept_var_idx is nowhere public",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
     "jaxserve/cli/serve.py _exit": "os._exit, too",
     "jaxserve/cli/app.py _exit": "os._exit, too",

@@ -399,17 +399,6 @@ def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def kept_arguments(lowered: jax.stages.Lowered) -> list[int] | None:
-    """Return the indices of the flat arguments that a lowered program uses.
-
-    JAX has them in no public attribute. None if this version of JAX lacks the private one; the
-    program is then not stored.
-    """
-    details = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
-    kept = details.get("kept_var_idx")
-    return None if kept is None else sorted(kept)
-
-
 # A dataclass by its id, and the digest of its tokens: the layers of a model share large ones.
 _Seen = dict[int, tuple[Any, str]]
 _PLAIN = (bool, int, float, complex, str, bytes)

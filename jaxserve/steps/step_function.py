@@ -27,13 +27,13 @@ from jaxserve.core.host import release_freed_memory
 from jaxserve.core.stalls import STALLS
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.cpu_targets import target_names
+from jaxserve.kernels.versions import kept_arguments
 from jaxserve.sharding.rules import replicated
 from jaxserve.sharding.shards import TENSOR
 from jaxserve.steps.executable_store import (
     ExecutableStore,
     Unnameable,
     describe_devices,
-    kept_arguments,
     key_of,
     our_sources,
     these_settings,

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels import dispatch, gpu
+from jaxserve.kernels import dispatch, gpu, versions
 from jaxserve.kernels.paged_attention.operands import AttentionCall, Rows
 from jaxserve.kernels.paged_attention.planner import Plan, Warpgroups
 
-_MIN_JAX = (0, 11)
 _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128)
 # Query heads per KV head; a warpgroup's products have 64 rows.
@@ -33,8 +32,7 @@ def paged_attention(
 
     `interpret` detects races and is very slow.
     """
-    if jax.__version_info__ < _MIN_JAX:
-        raise NotImplementedError(f"it needs JAX 0.11 or newer, not {jax.__version__}")
+    versions.check_mosaic()
     if not interpret:
         _check_platform()
     if call.plan is None:

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
+from jaxserve.kernels import versions
 from jaxserve.kernels.paged_attention.mosaic_tile import ceil_div, rows_of
 
 
@@ -255,8 +256,7 @@ class SplitKernel:
     def _interpreter(self) -> Any:
         if not self.sizes.interpret:
             return None
-        # Since JAX 0.11.
-        return mosaic.InterpretGPUParams(detect_races=True)  # pyrefly: ignore[missing-attribute]
+        return versions.mosaic_interpreter()
 
     def _body(self, *arrays: Any, **shared: Any) -> None:
         if len(arrays) + len(shared) < len(fields(SplitMemory)):

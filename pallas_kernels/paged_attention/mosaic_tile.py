@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
+from jaxserve.kernels import versions
 from jaxserve.kernels.paged_attention.planner import Warpgroups
 
 # Rows of a warpgroup's matrix products, and the number of warpgroups that attend.
@@ -183,8 +184,7 @@ class TileKernel:
     def _interpreter(self) -> Any:
         if not self.interpret:
             return None
-        # Since JAX 0.11.
-        return mosaic.InterpretGPUParams(detect_races=True)  # pyrefly: ignore[missing-attribute]
+        return versions.mosaic_interpreter()
 
     def _body(self, *arrays: Any, **shared: Any) -> None:
         memory = Memory(*arrays, **shared)

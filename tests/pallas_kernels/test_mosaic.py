@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import Rows, paged_attention
+from jaxserve.kernels import Rows, paged_attention, versions
 from jaxserve.kernels.paged_attention import Launches, Plan, Tiling
 from jaxserve.kernels.paged_attention.planner import Warpgroups
 from jaxserve.kernels.paged_attention.shapes import AttentionShape, make_inputs
@@ -22,7 +22,7 @@ from tests.common.closeness import assert_close
 from tests.common.tiers import some
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
+    not versions.has_mosaic(),
     reason="the interpreter of Mosaic kernels came with JAX 0.11; make kernel-gate runs these",
 )
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.kernels import paged_attention
+from jaxserve.kernels import paged_attention, versions
 from jaxserve.kernels.gpu import GPUS
 from jaxserve.kernels.paged_attention import planned_tiling, tiling_for
 from jaxserve.kernels.paged_attention.planner import Launches
@@ -73,7 +73,7 @@ def test_there_is_none_where_no_kernel_needs_a_plan(asked):
     assert planned_tiling(jax.devices()[0], asked, **DTYPES, **HEADS) is None
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX is new enough for Mosaic")
+@pytest.mark.skipif(versions.has_mosaic(), reason="this JAX is new enough for Mosaic")
 def test_mosaic_refuses_an_old_jax():
     """The refusal has the required and the present version."""
     q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[0], seed=1)
