@@ -43,10 +43,9 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     Timeline,
     WAATimeline,
-    search,
     timelines_of,
 )
-from jaxserve.planning.schedules.search import maximise, search_among, throughput_under
+from jaxserve.planning.schedules.search import maximise, search, search_among, throughput_under
 
 BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
 

@@ -10,45 +10,74 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, cast, final
 
 import typer
+from typer.core import TyperGroup
 
-from jaxserve.cli.arena import arena_app
-from jaxserve.cli.bench import bench
-from jaxserve.cli.chat import chat
-from jaxserve.cli.conversations import conversations_app
-from jaxserve.cli.embed import embed
-from jaxserve.cli.generate import generate
-from jaxserve.cli.models import models_app
 from jaxserve.cli.options import EXIT_INTERRUPTED, EndsAtOnce
-from jaxserve.cli.plan import plan
-from jaxserve.cli.predictor import predictor_app
-from jaxserve.cli.probe import probe_app
-from jaxserve.cli.run_batch import run_batch
-from jaxserve.cli.serve import serve
 from jaxserve.core.gpus import reserve_memory
+
+# Module and function, or group, of each command.
+_HOMES = {
+    "generate": ("generate", "generate"),
+    "chat": ("chat", "chat"),
+    "embed": ("embed", "embed"),
+    "serve": ("serve", "serve"),
+    "run-batch": ("run_batch", "run_batch"),
+    "bench": ("bench", "bench"),
+    "plan": ("plan", "plan"),
+    "arena": ("arena", "arena_app"),
+    "conversations": ("conversations", "conversations_app"),
+    "models": ("models", "models_app"),
+    "predictor": ("probe", "predictor_app"),  # with the group of `probe`
+}
+
+
+@final
+class _Commands(Mapping[str, Any]):
+    """The commands by name; the module of a command is imported when the command is looked up."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module, attribute = _HOMES[name]
+            found = getattr(import_module(f"jaxserve.cli.{module}"), attribute)
+            home = typer.Typer()
+            if isinstance(found, typer.Typer):
+                home.add_typer(found, name=name)
+            else:
+                home.command(name)(found)
+            self._made[name] = typer.main.get_group(home).commands[name]
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOMES)
+
+    def __len__(self) -> int:
+        return len(_HOMES)
+
+
+@final
+class _Root(TyperGroup):
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands = cast(Any, _Commands())
+
 
 app = typer.Typer(
     name="jaxserve",
+    cls=_Root,
     help="A JAX-native inference runtime for generative language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(embed)
-app.command()(serve)
-app.command()(run_batch)
-app.command()(bench)
-app.command()(plan)
-app.add_typer(arena_app, name="arena")
-app.add_typer(conversations_app, name="conversations")
-app.add_typer(models_app, name="models")
-predictor_app.add_typer(probe_app, name="probe")
-app.add_typer(predictor_app, name="predictor")
 
 
 def _show_version(wanted: bool) -> None:

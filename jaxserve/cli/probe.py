@@ -22,6 +22,7 @@ from jaxserve.cli.predictor import (
     check_output,
     check_parts,
     describe,
+    predictor_app,
     sizes,
 )
 
@@ -36,6 +37,7 @@ probe_app = typer.Typer(
     help="Train and describe probes, which read remaining lengths off the model's activations.",
     no_args_is_help=True,
 )
+predictor_app.add_typer(probe_app, name="probe")
 
 # Numbers of generated tokens for which figures are shown. Readings are at whole intervals.
 ELAPSED = (0, 16, 32, 64, 128, 256, 512)

@@ -27,7 +27,6 @@ from jaxserve.core.errors import (
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import Constraint
-from jaxserve.engine.gbnf import is_gbnf, lark_of
 from jaxserve.engine.grammar_compilation import CompileJob, CompileThreads, GrammarTrials, closed
 from jaxserve.engine.matcher import Matcher, ThinkingMatcher, first_line
 from jaxserve.models.thinking import Thinking
@@ -307,10 +306,13 @@ def _grammar(constraint: Constraint, package: Any) -> str:
     if constraint.notation == "json_schema":
         rules = lark_rules(json.loads(text), "start")
         return package.LLMatcher.grammar_from_lark("\n".join(rules))
-    if constraint.notation == "grammar" and is_gbnf(text):
-        return package.LLMatcher.grammar_from_lark(lark_of(text))
-    if constraint.notation == "grammar" and _PARAMETRIC.search(text):
-        raise ValueError("rules with a parameter (name::_) are not supported; write them out")
+    if constraint.notation == "grammar":
+        from jaxserve.engine.gbnf import is_gbnf, lark_of
+
+        if is_gbnf(text):
+            return package.LLMatcher.grammar_from_lark(lark_of(text))
+        if _PARAMETRIC.search(text):
+            raise ValueError("rules with a parameter (name::_) are not supported; write them out")
     return package.grammar_from(constraint.notation, text)
 
 

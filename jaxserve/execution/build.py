@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial, reduce
-from typing import Any, Self, cast, final
+from typing import TYPE_CHECKING, Any, Self, cast, final
 
 import jax
 from flax import nnx
@@ -25,7 +25,6 @@ from jaxserve.execution.compatibility import (
 )
 from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import (
     PoolSize,
     StepBytes,
@@ -35,11 +34,8 @@ from jaxserve.execution.memory_plan import (
     plan_resize,
 )
 from jaxserve.execution.model_executor import ModelExecutor
-from jaxserve.execution.processes import allocate_host_pages, check_alike, in_group
 from jaxserve.execution.sizes import engine_config, nbytes
-from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.stages import DeviceStage, StepExecutor
-from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import check_dtype
 from jaxserve.kernels.paged_attention import IMPLEMENTATIONS
 from jaxserve.kernels.zeros import zeros
@@ -55,6 +51,11 @@ from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
 from jaxserve.steps.slots import empty_slots
 from jaxserve.steps.step_function import Placement, Shelf, StepFunction, abstract
+
+# Executors of stages, of device groups and of several processes are imported where they are built.
+if TYPE_CHECKING:
+    from jaxserve.execution.grouped import GroupedExecutor
+    from jaxserve.execution.transport import Processes
 
 
 @final
@@ -286,6 +287,8 @@ def _build(
         models = [PlacedModel.of(spec, part_params, part) for part_params, part in pairs]
     first = models[0]
     if group is not None:
+        from jaxserve.execution.processes import check_alike
+
         mesh = str(first.place.whole)
         if processes is not None:
             mesh = f"groups of the processes {processes}"
@@ -349,6 +352,8 @@ def _build(
         )
     given: dict[str, Any] = dict(strict=options.strict, takes_masks=spec.takes_masks)
     if stages is not None:
+        from jaxserve.execution.staged import StagedExecutor
+
         built = [
             DeviceStage(
                 program, part_params, cache, config.num_host_pages, samples=part is parts[-1]
@@ -361,6 +366,8 @@ def _build(
     executor = DeviceExecutor(config, programs[0], own[0], caches[0], **given)
     if group is None:
         return executor, size
+    from jaxserve.execution.processes import allocate_host_pages, in_group
+
     if config.num_host_pages:
         allocate_host_pages(executor.pages, group)
     return in_group(executor, group, processes, strict=options.strict), size
@@ -418,6 +425,8 @@ def build_groups(
     decode group, parameters of the whole model and the stages to cut it into; the parameters of a
     group in one piece are on its devices. Raises what `build_executor` raises.
     """
+    from jaxserve.execution.grouped import GroupedExecutor
+
     options = spec.options
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:

@@ -21,7 +21,6 @@ from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
-from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.hub import TOKENIZER_FILES
 from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
@@ -166,6 +165,8 @@ def load_model(
         config, graphdef, params = _folder(path, config, how, method)
         return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
     if load == "random":
+        from jaxserve.models.gguf import GGUFSource
+
         source = GGUFSource(path)
         config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
         return _random(resolved.name, config, seed, how, tokenizer, tokenizer.eos_token_ids, path)
@@ -263,6 +264,8 @@ def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> 
         if params is not None:
             ends = tokenizer.eos_token_ids
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
+    from jaxserve.models.gguf import GGUFSource
+
     source = GGUFSource(path)
     with timed("tokenizer"):
         config, tokenizer = fitted(how.read(source.config), source), Tokenizer.from_gguf(source)

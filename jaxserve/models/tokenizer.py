@@ -10,14 +10,13 @@ from copy import copy
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 import tokenizers
 
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
-from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.response_template import RegionReader, Regions, formats_of
 from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking_of
 from jaxserve.models.tokenizer_files import (
@@ -27,6 +26,9 @@ from jaxserve.models.tokenizer_files import (
     read_gguf_tokenizer,
 )
 from jaxserve.models.tool_calls import ToolFormat, format_of
+
+if TYPE_CHECKING:
+    from jaxserve.models.gguf import GGUFSource
 
 # Tokens at the end of a prompt that are searched for the beginning or end of thinking.
 _NUM_LAST = 32
@@ -98,7 +100,10 @@ class Tokenizer:
         Raises:
           CheckpointError, UnsupportedModelError: see `read_gguf_tokenizer`.
         """
-        source = source if isinstance(source, GGUFSource) else GGUFSource(source)
+        if isinstance(source, (str, Path)):
+            from jaxserve.models.gguf import GGUFSource
+
+            source = GGUFSource(source)
         return cls._of_parts(read_gguf_tokenizer(source.file.metadata, source.where))
 
     @classmethod

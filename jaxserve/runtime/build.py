@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import jax
 from flax import nnx
@@ -32,11 +32,9 @@ from jaxserve.execution.compatibility import (
 )
 from jaxserve.execution.compilation import start_jax
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.sizes import nbytes, served_context
-from jaxserve.execution.transport import Processes
 from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout
@@ -69,6 +67,10 @@ from jaxserve.sharding import DeviceGroups, ProcessGroup, StagePlan, replica_mes
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.step_function import Placement
 from jaxserve.workload.recorded import TraceWriter, check_is_free
+
+if TYPE_CHECKING:
+    from jaxserve.execution.grouped import GroupedExecutor
+    from jaxserve.execution.transport import Processes
 
 _log = logging.getLogger(__name__)
 

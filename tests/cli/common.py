@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-from functools import cache
-
-from typer import Typer
 from typer.testing import CliRunner, Result
 
 from jaxserve.cli import app
@@ -28,22 +24,7 @@ SMALL = "--load random --max-slots 1 --max-context 64 --quiet"
 
 def run(line: str, *more: str, given: str | None = None) -> Result:
     """Run a line in this process, with `more` arguments; `given` is its standard input."""
-    words = [*line.split(), *more]
-    names_a_command = not words[0].startswith("-")
-    return CliRunner().invoke(_with_only(words[0]) if names_a_command else app, words, input=given)
-
-
-@cache
-def _with_only(name: str) -> Typer:
-    """Return the application without other commands, as each call builds all that there are."""
-    own = copy(app)
-    own.registered_groups = [each for each in app.registered_groups if each.name == name]
-    own.registered_commands = [
-        each
-        for each in app.registered_commands
-        if each.callback is not None and each.callback.__name__.replace("_", "-") == name
-    ]
-    return own
+    return CliRunner().invoke(app, [*line.split(), *more], input=given)
 
 
 def assert_refused(done: Result, said: str, code: int = 2) -> None:

@@ -18,15 +18,23 @@ _UNUSED = (
     *("starlette", "torch", "transformers", "uvicorn", "llguidance"),
     *("jax._src.pallas.triton", "jax._src.pallas.mosaic_gpu.lowering"),
     *("jaxserve.cells", "jaxserve.fleet", "jaxserve.server"),
+    *("jaxserve.cli.arena", "jaxserve.cli.bench", "jaxserve.cli.plan", "jaxserve.cli.serve"),
+    *("jaxserve.engine.gbnf", "jaxserve.execution.grouped", "jaxserve.execution.staged"),
+    *("jaxserve.execution.processes", "jaxserve.execution.transport", "jaxserve.models.gguf"),
     *("jaxserve.models.kept_weights", "jaxserve.models.quantised_folders"),
     *("jaxserve.planning.profiler", "jaxserve.planning.simulator", "jaxserve.runtime.regrouper"),
+    *("jaxserve.planning.schedules.layer_cost", "jaxserve.planning.schedules.search"),
 )
 # The command, its runtime, and the family of the model; no array is made.
 _PROGRAM = f"""
 import sys
-import jaxserve.cli.app
+from typer.main import get_command
+from jaxserve.cli import app
 import jaxserve.runtime
 from jaxserve.models.families import config_from_hf, family_of
+from jaxserve.models.store import load_model
+
+get_command(app).commands["generate"]
 
 family_of(config_from_hf({{"model_type": "mistral"}}))
 families = "jaxserve.models.families."

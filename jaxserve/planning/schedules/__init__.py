@@ -1,7 +1,7 @@
 """Schedules under latency bounds (ExeGPT): what they are expected to do, and which is best.
 
-`search` finds the schedule with the highest throughput whose answers keep `LatencyBounds`, from a
-`Deployment` (model, cluster, layer costs) and `TaskLengths`. `RRATimeline` and `WAATimeline`
+`search.search` finds the schedule with the highest throughput whose answers keep `LatencyBounds`,
+from a `Deployment` (model, cluster, layer costs) and `TaskLengths`. `RRATimeline` and `WAATimeline`
 estimate single configurations.
 
 A `planner.SchedulePlanner` plans for one engine from its measured step times. There are four:
@@ -9,38 +9,44 @@ A `planner.SchedulePlanner` plans for one engine from its measured step times. T
 between the two, and `measured_waa.WAAPlanner` for two device groups.
 """
 
-from jaxserve.planning.schedules.cluster import (
-    CLUSTERS,
-    MODELS,
-    Cluster,
-    DeviceRoofs,
-    LayerShape,
-    TransformerShape,
-)
-from jaxserve.planning.schedules.layer_cost import (
-    Deployment,
-    LayerCost,
-    LayerPhase,
-    RooflineLayerCost,
-    Timeline,
-    roofline_deployment,
-)
-from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
-from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
-from jaxserve.planning.schedules.plan import SchedulePlan
-from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.rra_planner import RRAPlanner
-from jaxserve.planning.schedules.schedule import (
-    AllocationPolicy,
-    Estimates,
-    LatencyBounds,
-    ParallelLayout,
-    PipelineStage,
-    Points,
-    Schedule,
-)
-from jaxserve.planning.schedules.search import SearchResult, search, timelines_of
-from jaxserve.planning.schedules.waa import WAATimeline
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.planning.schedules.cluster import (
+        CLUSTERS,
+        MODELS,
+        Cluster,
+        DeviceRoofs,
+        LayerShape,
+        TransformerShape,
+    )
+    from jaxserve.planning.schedules.layer_cost import (
+        Deployment,
+        LayerCost,
+        LayerPhase,
+        RooflineLayerCost,
+        Timeline,
+        roofline_deployment,
+    )
+    from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
+    from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
+    from jaxserve.planning.schedules.plan import SchedulePlan
+    from jaxserve.planning.schedules.rra import RRATimeline
+    from jaxserve.planning.schedules.rra_planner import RRAPlanner
+    from jaxserve.planning.schedules.schedule import (
+        AllocationPolicy,
+        Estimates,
+        LatencyBounds,
+        ParallelLayout,
+        PipelineStage,
+        Points,
+        Schedule,
+    )
+    from jaxserve.planning.schedules.search import SearchResult, timelines_of
+    from jaxserve.planning.schedules.waa import WAATimeline
 
 __all__ = [
     "CLUSTERS",
@@ -72,6 +78,59 @@ __all__ = [
     "lengths_of",
     "measured_deployment",
     "roofline_deployment",
-    "search",
     "timelines_of",
 ]
+
+# Module -> names.
+_HOMES = {
+    "cluster": (
+        "CLUSTERS",
+        "MODELS",
+        "Cluster",
+        "DeviceRoofs",
+        "LayerShape",
+        "TransformerShape",
+    ),
+    "layer_cost": (
+        "Deployment",
+        "LayerCost",
+        "LayerPhase",
+        "RooflineLayerCost",
+        "Timeline",
+        "roofline_deployment",
+    ),
+    "lengths": (
+        "LengthDistribution",
+        "TaskLengths",
+        "lengths_of",
+    ),
+    "measured_cost": (
+        "MeasuredCost",
+        "measured_deployment",
+    ),
+    "plan": ("SchedulePlan",),
+    "rra": ("RRATimeline",),
+    "rra_planner": ("RRAPlanner",),
+    "schedule": (
+        "AllocationPolicy",
+        "Estimates",
+        "LatencyBounds",
+        "ParallelLayout",
+        "PipelineStage",
+        "Points",
+        "Schedule",
+    ),
+    "search": (
+        "SearchResult",
+        "timelines_of",
+    ),
+    "waa": ("WAATimeline",),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import names on first use: a runtime that plans nothing needs no search."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

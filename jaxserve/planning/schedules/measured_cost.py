@@ -12,11 +12,10 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
 from jaxserve.planning.schedules.layer_cost import Deployment, LayerCost, LayerPhase, Numbers
+from jaxserve.planning.schedules.plan import THRESHOLD
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
-# Share by which batches differ from their mean (`scheduling.iteration.Workload`).
-THRESHOLD = 0.1
 # Batches are assumed uniform within the threshold; these are sample values over the mean.
 _SPREAD = 1 + THRESHOLD * np.linspace(-1, 1, 17)
 # An N_D that no schedule exceeds.

@@ -12,9 +12,9 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.schedules.layer_cost import LayerPhase
 from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost, num_tokens_held
+from jaxserve.planning.schedules.measured_cost import MeasuredCost, num_tokens_held
 from jaxserve.planning.schedules.observed import OwnSpan, RequestClass, spans_of
-from jaxserve.planning.schedules.plan import CLOSED_FORM
+from jaxserve.planning.schedules.plan import CLOSED_FORM, THRESHOLD
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.schedule import (
     AllocationPolicy,

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.schedule import AllocationPolicy, Division, LatencyBounds, Schedule
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
+
+# Share by which batches differ from their mean (`scheduling.iteration.Workload`).
+THRESHOLD = 0.1
 
 
 def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | Unified:

@@ -27,8 +27,8 @@ from jaxserve.planning.schedules import (
     LayerPhase,
     LengthDistribution,
     TaskLengths,
-    search,
 )
+from jaxserve.planning.schedules.search import search
 from jaxserve.testing.tiny import tiny_llama, tiny_t5
 from tests.common.tiers import some
 

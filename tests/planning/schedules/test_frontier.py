@@ -15,7 +15,6 @@ from jaxserve.planning.schedules import (
     LengthDistribution,
     TaskLengths,
     lengths_of,
-    search,
     timelines_of,
 )
 from jaxserve.planning.schedules.frontier import (
@@ -24,7 +23,7 @@ from jaxserve.planning.schedules.frontier import (
     frontier_of,
     neighbours_of,
 )
-from jaxserve.planning.schedules.search import throughput_under
+from jaxserve.planning.schedules.search import search, throughput_under
 from tests.common.tiers import some
 from tests.planning.schedules.made_up import (
     MadeUpCost,

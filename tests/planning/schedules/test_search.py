@@ -22,12 +22,11 @@ from jaxserve.planning.schedules import (
     RooflineLayerCost,
     TaskLengths,
     Timeline,
-    search,
     timelines_of,
 )
 from jaxserve.planning.schedules.layer_cost import Boxes
 from jaxserve.planning.schedules.rra_planner import RememberedTimeline
-from jaxserve.planning.schedules.search import maximise, shortest, throughput_under
+from jaxserve.planning.schedules.search import maximise, search, shortest, throughput_under
 from jaxserve.workload.tasks import TASKS
 from tests.common.tiers import some
 from tests.planning.schedules.made_up import (
