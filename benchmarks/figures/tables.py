@@ -350,6 +350,19 @@ STARTUP = Table(
         ("resident", "{resident_bytes:~.2f GB}"),
     ),
 )
+START_COMMAND = Table(
+    what="`jaxserve generate` with one prompt, {model}",
+    rows="starts.*.*",
+    columns=(
+        ("start", "{at[1]}"),
+        ("checkout", key()),
+        ("wall time", "{wall_s:@~.2f s}"),
+        ("CPU time", "{cpu_s:~.2f s}"),
+        ("peak memory", "{peak_bytes:~.2f GB}"),
+        ("imports", "{imports_s:.2f s?}"),
+        ("modules", "{num_imported:.0f?}"),
+    ),
+)
 LOADING = Table(
     what="A random checkpoint",
     rows=lambda whole: [whole],
@@ -971,6 +984,7 @@ SHOWN: dict[str, Callable[[Place], str]] = {
     "embeddings": EMBEDDINGS,
     "wrong_lengths": WRONG_LENGTHS,
     "baseline": BASELINE,
+    "start_command": START_COMMAND,
     "kernels": KERNELS,
     "kernel_peers": KERNEL_PEERS,
     "kernels.cpu": KERNELS_CPU,

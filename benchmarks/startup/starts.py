@@ -48,7 +48,11 @@ def cold_cache() -> Iterator[str]:
 
 def start(model: str, settings: dict[str, Any], cache: str) -> dict[str, Any]:
     """Return the figures of `benchmarks.startup.once` in a new process with this cache folder."""
-    environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     arguments = [model, json.dumps(settings), str(time.time())]
-    environment[CACHE_VARIABLE] = cache
-    return result_of("-m", "benchmarks.startup.once", *arguments, env=environment)
+    return result_of("-m", "benchmarks.startup.once", *arguments, env=cache_environment(cache))
+
+
+def cache_environment(cache: str) -> dict[str, str]:
+    """Return the variables of a process with this cache folder."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    return {**inherited, CACHE_VARIABLE: cache}
