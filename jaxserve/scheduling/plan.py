@@ -211,7 +211,7 @@ class StepPlan:
 
         With stages, the proposed ones are of one micro-batch.
         """
-        tokens = sum(row.num_tokens for row in self.rows)
+        tokens = sum([row.num_tokens for row in self.rows])  # a generator would be resumed a row
         return self.num_iterations * (tokens + self.num_proposed)
 
 

@@ -25,17 +25,12 @@ class StepRows:
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        self.num_tokens = 0
-        self.num_proposed = 0
+        self.num_taken = self.num_tokens = self.num_proposed = 0
         # Of each row.
         self._spans: list[tuple[int, int]] = []
         self._max_new: list[int] = []
         self._proposed: list[tuple[int, ...]] = []
         self._num_pooled: list[int] = []
-
-    @property
-    def num_taken(self) -> int:
-        return len(self.sequences) + self.num_proposed
 
     @property
     def encodes(self) -> bool:
@@ -59,6 +54,7 @@ class StepRows:
         self._num_pooled += [0 if pooled is None else pooled.plan(*span) for span in spans]
         self.num_tokens += sum(last - first for first, last in spans)
         self.num_proposed += len(proposed)
+        self.num_taken += len(spans) + len(proposed)
 
     def add_newest(self, sequence: Sequence, length: int) -> None:
         self.sequences.append(sequence)
@@ -67,6 +63,7 @@ class StepRows:
         self._proposed.append(())
         self._num_pooled.append(0)
         self.num_tokens += 1
+        self.num_taken += 1
 
     def planned(self, *, is_decode_loop: bool) -> tuple[Row, ...]:
         own = self._spans, self._max_new, self._proposed, self._num_pooled
