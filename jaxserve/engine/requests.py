@@ -225,6 +225,7 @@ class RequestBuilder:
             arrival_s,
             priority=item.priority,
             deadline_s=item.deadline_s,
+            conversation_id=item.conversation_id,
         )
 
     def _tokens(

@@ -136,6 +136,7 @@ class Branch:
     Attributes:
       returns: whether it will continue: its sequence was preempted, or more turns are expected.
       is_awaited: whether its pages are being read from the disk for a waiting sequence.
+      is_held: whether its pages stay on the device for its next turn, if others can go.
       shared: pages that belonged to this conversation first, and to other ones too.
       on_device, on_host, uncopied: pages that belonged to this conversation first, by tier;
         `uncopied` has those that are on the device alone.
@@ -146,6 +147,7 @@ class Branch:
     is_running: bool = False
     returns: bool = False
     is_awaited: bool = False
+    is_held: bool = False
     num_uses: int = 0
     shared: list[CachedPage] = field(default_factory=list)
     on_device: BranchPages = field(default_factory=lambda: BranchPages(_is_on_device))
@@ -181,6 +183,9 @@ class Branch:
 
     def arrived(self) -> None:
         self.is_awaited = False
+
+    def hold(self, *, is_held: bool) -> None:
+        self.is_held = is_held
 
     def shared_pages(self) -> list[CachedPage]:
         """Return the pages of `shared` that are resident; drop the rest."""

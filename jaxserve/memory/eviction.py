@@ -214,7 +214,7 @@ class Ranking:
     Args:
       branches: every conversation with pages; those without any are removed.
       line: which pages of a conversation may go. Awaited conversations, and on the device running
-        ones, are considered only if no other is found.
+        and held ones, are considered only if no other is found.
       keeps: whether no page of a conversation may go at present.
     """
 
@@ -232,7 +232,7 @@ class Ranking:
         self._may_go = may_go
         self._rank = rank
         self._keeps = keeps
-        self._spares_running = line != "on_host"
+        self._spares_active = line != "on_host"
         # A heap. An entry counts if its number is the newest of its unit.
         self._order: list[_Entry] = []
         self._newest: dict[_Unit, int] = {}
@@ -291,7 +291,7 @@ class Ranking:
             self._turns.extend(unit.shared_pages())
 
     def _is_spared(self, branch: Branch) -> bool:
-        return branch.is_awaited or (branch.is_running and self._spares_running)
+        return branch.is_awaited or (self._spares_active and (branch.is_running or branch.is_held))
 
     def _remove_old(self) -> None:
         newest = self._newest

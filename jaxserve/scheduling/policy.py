@@ -161,6 +161,27 @@ class Preemption(Protocol):
         ...
 
 
+class Holding(Protocol):
+    """How long the device keeps the pages of a conversation for its next turn alone.
+
+    Attributes:
+      token_s: seconds that the recomputation of a token takes.
+    """
+
+    @property
+    def token_s(self) -> float: ...
+
+    def hold_s(self, pauses_s: Seq[float], saved_s: float) -> float:
+        """Return the seconds from the end of a turn; 0 for none.
+
+        Args:
+          pauses_s: the newest pauses between two turns, of all conversations; at most 1,000.
+          saved_s: seconds that the next turn saves if it comes meanwhile: the recomputation of its
+            pages, and the mean time that requests wait for their admission.
+        """
+        ...
+
+
 class Retention(Protocol):
     """What happens to a sequence's pages after its answer.
 
@@ -185,6 +206,11 @@ class Retention(Protocol):
     @property
     def eviction(self) -> Eviction:
         """Which pages go first."""
+        ...
+
+    @property
+    def holding(self) -> Holding | None:
+        """Keeps pages of conversations between their turns; None if any request may have them."""
         ...
 
 

@@ -524,6 +524,8 @@ class Queues:
 
     def _fits(self, sequence: Sequence) -> bool:
         num_tokens, num_available = self.tokens_to_reserve(sequence), self._kv.num_available
+        if self.running:  # else no answer would end, and no page would become free
+            num_available -= self._kv.num_held_for_others(sequence)
         if not self._kv.fits_into(sequence, num_tokens, num_available):
             return False
         if self._headroom is None:

@@ -17,6 +17,7 @@ class Stateless:
     uses_host: ClassVar[bool] = False
     learns_reuse = False
     free_share = 0.0
+    holding = None
 
     @property
     def eviction(self) -> Eviction:
@@ -33,6 +34,7 @@ class DeviceOnly:
     uses_host: ClassVar[bool] = False
     learns_reuse = False
     free_share = 0.0
+    holding = None
 
 
 @final
@@ -55,3 +57,4 @@ class Tiered:
     learns_reuse: bool = False
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
+    holding = None

@@ -259,7 +259,12 @@ class Trace:
             self.config = replace(self.config, num_proposed=1 + seed % 5)
         self.requests = random_requests(rng, self.config)
         if with_conversations:
-            self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
+            self.requests = [
+                replace(each, conversation_id=each.id if number % 2 else None)
+                for number, each in enumerate(
+                    with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
+                )
+            ]
         self._grammars = None
         if has_grammars:
             self._grammars = ForcedTokens(seed)

@@ -55,6 +55,7 @@ class Talk:
 
     turns: tuple[UserTurn, ...]
     arrival_s: float = 0.0
+    conversation_id: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +77,8 @@ class Talks:
         self._max_tokens = max_tokens
         self._places = [(talk, 0) for talk in talks]
         self.items = [
-            self._ask(talk.turns[0], talk.turns[0].token_ids, talk.arrival_s) for talk in talks
+            self._ask(talk, talk.turns[0], talk.turns[0].token_ids, talk.arrival_s)
+            for talk in talks
         ]
 
     def follow_up(self, index: int, completion: Completion, ended_s: float) -> WorkloadItem | None:
@@ -87,14 +89,17 @@ class Talks:
         turn = talk.turns[number + 1]
         history = completion.prompt_token_ids + completion.token_ids
         self._places.append((talk, number + 1))
-        return self._ask(turn, history + turn.token_ids, ended_s + turn.reaction_s)
+        return self._ask(talk, turn, history + turn.token_ids, ended_s + turn.reaction_s)
 
-    def _ask(self, turn: UserTurn, prompt: tuple[int, ...], arrival_s: float) -> WorkloadItem:
+    def _ask(
+        self, talk: Talk, turn: UserTurn, prompt: tuple[int, ...], arrival_s: float
+    ) -> WorkloadItem:
         return WorkloadItem(
             prompt_token_ids=prompt,
             num_output_tokens=turn.num_output_tokens,
             max_tokens=self._max_tokens,
             arrival_s=arrival_s,
+            conversation_id=talk.conversation_id,
         )
 
 

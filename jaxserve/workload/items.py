@@ -25,7 +25,7 @@ class WorkloadItem:
       max_tokens: the scheduler's limit of the length; None for the context's end.
       arrival_s: seconds after the start of the run.
       sampling: sampling parameters; greedy by default.
-      priority, deadline_s: see `Runtime.submit`.
+      priority, deadline_s, conversation_id: see `Runtime.submit`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -36,6 +36,7 @@ class WorkloadItem:
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
     deadline_s: float | None = None
+    conversation_id: str | None = None
 
     def params(self) -> SamplingParams:
         """Return sampling parameters that generate exactly the forced length."""

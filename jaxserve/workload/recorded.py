@@ -78,6 +78,7 @@ class RecordedRequest:
             ),
             priority=self.priority,
             deadline_s=None if self.deadline_s is None else self.deadline_s - self.arrival_s,
+            conversation_id=self.conversation_id,
         )
 
 

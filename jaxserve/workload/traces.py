@@ -235,6 +235,7 @@ class Replay:
             max_tokens=limit,
             arrival_s=request.arrival_s or 0.0,
             sampling=SamplingParams(tenant=request.tenant or None),
+            conversation_id=request.session or None,
         )
 
     def _prompt(self, number: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
+from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
 from jaxserve.scheduling.plan import PageCopies
@@ -346,6 +347,7 @@ class KVManager:
             page_size=config.page_size,
             sizes=self._sizes,
             keeps_pages=retention.keeps_pages,
+            holds=None if retention.holding is None else Holds(retention.holding, now),
             now=now,
         )
         self.transfer = PageTransfer(
@@ -357,6 +359,10 @@ class KVManager:
     @property
     def num_available(self) -> int:
         return self._cache.pool.num_available
+
+    def num_held_for_others(self, sequence: Sequence) -> int:
+        """Return the available pages that the admission of a sequence must leave (`Holds`)."""
+        return self._prefixes.num_held_for_others(sequence)
 
     def usage(self) -> PageUsage:
         return PageUsage.of(self._cache.pool, self.host, self._disk)

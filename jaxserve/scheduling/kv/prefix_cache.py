@@ -16,6 +16,7 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
+from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.sequence import (
     MAX_LOOKED_AT,
     Phase,
@@ -48,6 +49,7 @@ class PrefixCacheManager:
         page_size: int,
         sizes: TableSizes | None,
         keeps_pages: bool,
+        holds: Holds | None,
         now: Callable[[], float],
     ):
         self._sizes = sizes
@@ -63,15 +65,21 @@ class PrefixCacheManager:
         self._prefetch = Prefetch(cache, values)
         self._page_size = page_size
         self._keeps = keeps_pages
+        self._holds = holds
         self._now = now
 
     @property
     def num_prefetched(self) -> int:
         return self._prefetch.num_pages
 
+    def num_held_for_others(self, sequence: Sequence) -> int:
+        return 0 if self._holds is None else self._holds.num_held_for_others(sequence)
+
     # ---- sequences that begin ----
 
     def new(self, request: Request) -> SequenceKV:
+        if self._holds is not None:
+            self._holds.arrive(request)
         adapter = b"" if request.adapter is None else request.adapter.identity
         keys = PageKeys(request.encoder_prompt, adapter)
         prompt = request.prompt_array  # the request keeps it, so that no step has to make it
@@ -224,6 +232,8 @@ class PrefixCacheManager:
                 kv.num_found = min(len(found) * self._page_size, sequence.prompt_length)
             kv.branch = self._continue(cached)
             kv.branch.run()
+            if self._holds is not None:
+                self._holds.begin(sequence)
         return kv.table.entries()
 
     def _find(self, sequence: Sequence) -> list[CachedPage]:
@@ -354,6 +364,9 @@ class PrefixCacheManager:
         if not kv.is_mixed:
             self._add_all(sequence)
         assert kv.branch is not None
+        if self._holds is not None and not returns:
+            pages = [self._cache.on_page(page) for page in kv.table.pages]
+            self._holds.end(sequence, kv.branch, [page for page in pages if page is not None])
         returns = returns or sequence.request.conversation_id is not None
         kv.branch.rest(self._now(), returns=returns)
         self._cache.has_rested(kv.branch)
