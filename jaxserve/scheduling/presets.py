@@ -7,17 +7,22 @@ from dataclasses import replace
 from jaxserve.core.errors import InvalidConfigError, UnheededBoundError
 from jaxserve.core.request import Request
 from jaxserve.scheduling.admission import Expected, MaxLength, OnDemand, Oracle, Predicted
+from jaxserve.scheduling.cache_ttl import HeldForTools, ProgramFirst
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.ltr import Ranked
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import FCFS, DueFirst, LongestFirst, ShortestPredictedFirst
 from jaxserve.scheduling.past_future import PastFuture
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
 from jaxserve.scheduling.retention import DeviceOnly, Stateless, Tiered
+from jaxserve.scheduling.seer import SiblingLengths
+from jaxserve.scheduling.slos_serve import SoftAdmission, WithinBounds
 from jaxserve.scheduling.tie import TailInflated
+from jaxserve.scheduling.trail import LimitedPreemption
 from jaxserve.scheduling.uniboost import Boosted, LatestBoosted
 from jaxserve.scheduling.vtc import VirtualTokenCounter
 
@@ -100,6 +105,37 @@ PRESETS: dict[str, Policy] = {
         ),
         Policy("vtc", OnDemand(), VirtualTokenCounter(), Unified(), Stateless()),
         Policy("past_future", PastFuture(), FCFS(), Unified(), Stateless()),
+        *(
+            Policy(
+                name,
+                OnDemand(),
+                order,
+                Unified(preempts=True),
+                Stateless(),
+                LastInOrder(keeps_state=True),
+            )
+            for name, order in (("ltr", Ranked()), ("trail", LimitedPreemption()))
+        ),
+        # Seer: the samples of a request are a group.
+        Policy(
+            "seer",
+            OnDemand(),
+            SiblingLengths(),
+            Unified(),
+            Stateless(),
+            LastInOrder(keeps_state=True),
+        ),
+        # SLOs-Serve: what is not admitted is preempted, and waits on the host.
+        Policy(
+            "slos_serve",
+            OnDemand(),
+            SoftAdmission(),
+            WithinBounds(),
+            Stateless(),
+            LastInOrder(keeps_state=True),
+        ),
+        # CacheTTL: pages of programs are held while their tools run.
+        Policy("cache_ttl", OnDemand(), ProgramFirst(), Unified(), HeldForTools()),
         # Our own.
         Policy(
             "auto",

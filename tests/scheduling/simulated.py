@@ -21,7 +21,10 @@ from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 
 # Presets of others' orders and admissions, which `make test-all` sweeps.
-PUBLISHED = ("shortest_predicted", "tie", "uniboost", "mlfq", "vtc", "past_future")
+PUBLISHED = (
+    *("shortest_predicted", "tie", "uniboost", "mlfq", "vtc", "past_future"),
+    *("ltr", "trail", "seer", "slos_serve", "cache_ttl"),
+)
 # Each step takes as many seconds as it has iterations.
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 

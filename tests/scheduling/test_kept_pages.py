@@ -32,6 +32,7 @@ SWAPS = LastInOrder(keeps_state=True)
 POLICIES = [
     PRESETS["pensieve"],
     PRESETS["pensieve_device_only"],
+    PRESETS["cache_ttl"],
     replace(PRESETS["s3"], name="s3_tiered", retention=Tiered()),
     replace(PRESETS["auto"], name="auto_tiered", retention=Tiered(LRU(), free_share=1.0)),
     Policy("chunks", OnDemand(0.0), Priority(), Unified(3), Tiered(free_share=0.5), SWAPS),

@@ -279,7 +279,7 @@ def test_policies_heed_bounds_or_refuse_them(policy: object):
     clock = VirtualClock()
     request = _request("a", clock, token_bound=0.5)
     check_heeded(_request("b", clock), preset)
-    if preset.name in ("auto", "exegpt", "exegpt_rra", "exegpt_waa_c", "exegpt_waa_m"):
+    if preset.name in ("auto", "slos_serve") or preset.name.startswith("exegpt"):
         check_heeded(request, preset)
         return
     with pytest.raises(UnheededBoundError, match=r"token_bound=0\.5.*exegpt_waa_m") as refused:

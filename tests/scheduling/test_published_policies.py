@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +18,26 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.lengths import LengthEstimate
+from jaxserve.scheduling.ltr import Ranked
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import ShortestPredictedFirst
 from jaxserve.scheduling.past_future import PastFuture, peak_tokens
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.seer import SiblingLengths
+from jaxserve.scheduling.sequence import Phase
 from jaxserve.scheduling.tie import TailInflated
+from jaxserve.scheduling.trail import LimitedPreemption
 from jaxserve.scheduling.uniboost import Boosted, LatestBoosted
 from jaxserve.workload import WorkloadItem
-from tests.scheduling.simulated import SECOND, certain, engine_of, item_of, request_of
+from tests.scheduling.simulated import (
+    SECOND,
+    certain,
+    engine_of,
+    item_of,
+    request_of,
+    run_to_end,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -142,6 +154,77 @@ def test_mlfq_has_long_prompts_join_further_down():
     """A quantum of a level is twice that of the level before."""
     queues = FeedbackQueues(quantum=2, prompt_tokens=10)
     assert [queues.level_of(n) for n in (1, 20, 21, 40, 41, 400)] == [0, 0, 1, 1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "arrives_s, limit, num_preemptions", [(10.0, 0.8, 1), (40.5, 1.0, 1), (40.5, 0.8, 0)]
+)
+def test_trail_preempts_no_answer_that_is_nearly_complete(
+    arrives_s: float, limit: float, num_preemptions: int
+):
+    """A shorter one preempts it until it has had the share `limit` of its predicted length."""
+    items = [item_of(50), item_of(3, arrives_s)]
+    policy = replace(PRESETS["trail"], order=LimitedPreemption(limit, ageing_s=100.0))
+    long, short = _run(policy, items, predictions=_as_predicted(items))
+    assert long.timing.num_preemptions == num_preemptions
+    assert (_ends([short]) < _ends([long])) == bool(num_preemptions)
+
+
+def test_learning_to_rank_preempts_for_what_is_ranked_before():
+    """The score is given once: an answer with less left than the other is long is preempted."""
+    items = [item_of(50), item_of(10, 42.0)]
+    long, short = _run("ltr", items, predictions=_as_predicted(items))
+    assert long.timing.num_preemptions == 1 and _ends([short]) < _ends([long])
+    items = [item_of(10), item_of(50, 2.0)]
+    done = _run("ltr", items, predictions=_as_predicted(items))
+    assert not any(each.timing.num_preemptions for each in done)
+
+
+@pytest.mark.parametrize("starves, begins_before_s", [(20, 60.0), (10**9, math.inf)])
+def test_learning_to_rank_has_a_starving_answer_run(starves: int, begins_before_s: float):
+    """It has priority after so many iterations without a token, and lasts until it is its turn."""
+    items = _stream_behind_a_long_one(every_s=5.0)
+    policy = replace(PRESETS["ltr"], order=Ranked(starves=starves))
+    done = _run(policy, items, predictions=_as_predicted(items))
+    begins_s = done[1].timing.first_token_s or 0.0
+    assert begins_s < begins_before_s
+    assert starves < 100 or begins_s > max(_ends(done[2:]))
+
+
+def test_seer_begins_with_one_sample_of_each_group_and_goes_on_with_the_longest():
+    """First come, first served, it would go through one group after the other."""
+    begun = {}
+    for policy in ("seer", "vllm_like"):
+        engine = engine_of(policy, ONE_SLOT, cost=SECOND)
+        lengths = {"short": (5, 7, 6), "long": (40, 30, 50)}
+        samples = [
+            sample
+            for name, each in lengths.items()
+            for sample in engine.add(
+                request_of(name, n=3, temperature=1.0, max_tokens=60, forced_length=each)
+            )
+        ]
+        run_to_end(engine)
+        samples.sort(key=lambda each: each.times.admitted_s or 0.0)
+        begun[policy] = [f"{each.request.id} {each.sample_index}" for each in samples]
+    assert begun["seer"] == ["short 0", "long 0", "long 1", "long 2", "short 1", "short 2"]
+    assert begun["vllm_like"] == [f"{name} {i}" for name in ("short", "long") for i in range(3)]
+
+
+def test_seer_corrects_what_it_expects_by_the_longest_sibling():
+    """Before a sample has ended it is the limit of the length."""
+    groups, engine = SiblingLengths().new_state(), engine_of("vllm_like", MANY_SLOTS)
+    samples = engine.add(
+        request_of("group", n=3, temperature=1.0, max_tokens=60, forced_length=(30, 5, 50))
+    )
+    for sample in samples:
+        groups.key(sample, engine.scheduler.lengths)
+    expected = [groups.expected(samples[2])]
+    while samples[2].phase is not Phase.FINISHED:
+        engine.step()
+        expected.append(groups.expected(samples[2]))
+        groups.update((), 0.0)
+    assert list(dict.fromkeys(expected)) == [60, 5, 30]
 
 
 def _of_tenants(num: dict[str, int], arrives_s: dict[str, float]) -> list[WorkloadItem]:

@@ -15,13 +15,17 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import END_TOKEN
 from jaxserve.scheduling.admission import MaxLength, OnDemand, Oracle, Predicted
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
+from jaxserve.scheduling.ltr import Ranked
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import LongestFirst, Priority, ShortestPredictedFirst
 from jaxserve.scheduling.policy import Policy, ServiceOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
+from jaxserve.scheduling.seer import SiblingLengths
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.slos_serve import SoftAdmission
 from jaxserve.scheduling.tie import TailInflated
+from jaxserve.scheduling.trail import LimitedPreemption
 from jaxserve.scheduling.uniboost import Boosted
 from jaxserve.testing import Trace
 from tests.common.tiers import some
@@ -54,9 +58,14 @@ REORDERED = {
 BY_SERVICE = {
     "mlfq": replace(PRESETS["mlfq"], order=FeedbackQueues(quantum=2, promotes_s=AGEING_S / 10)),
     "vtc": PRESETS["vtc"],
+    "ltr": replace(PRESETS["ltr"], order=Ranked(starves=20, period=5)),
+    "trail": replace(PRESETS["trail"], order=LimitedPreemption(ageing_s=AGEING_S / 100)),
+    "seer": replace(PRESETS["seer"], order=SiblingLengths(ageing_s=AGEING_S / 100)),
+    "slos_serve": replace(PRESETS["slos_serve"], order=SoftAdmission(max_wait_s=AGEING_S)),
 }
 # By priority, these equal other presets.
 EQUAL = {"flover", "exegpt", "exegpt_waa_m", "shortest_predicted", "tie", "vtc"}
+EQUAL |= {"cache_ttl", "ltr", "trail", "seer", "slos_serve"}
 POLICIES = [
     *{**PRESETS, **PACKED, **REORDERED, **BY_SERVICE}.values(),
     *(
