@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.shapes import SHAPES
 from benchmarks.decode.step_time import H100, counted, predict
 
-Verdict = Literal["met", "not met", "not measured", "no bar"]
+Verdict = Literal[
+    "met",
+    "not met",
+    "as predicted",
+    "better than predicted",
+    "worse than predicted",
+    "not measured",
+    "no bar",
+]
 
 # docs/benchmarks/gpu.md, "The bars", explains these bars.
 MAX_ERROR = 1e-2
@@ -20,6 +30,8 @@ MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
 MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
+# Ratio of a measurement to its prediction up to which both count as equal.
+_AS_PREDICTED = 1.1
 # Products with weights in few bits: steps of up to this many tokens are bound by memory.
 MIN_OF_PRODUCT_BOUND = 0.7
 _MAX_DECODE_TOKENS = 64
@@ -30,6 +42,18 @@ _MIN_BATCH, _MIN_CONTEXT = 32, 4096
 
 MODELS = {"llama_3_8b": "Llama 3 8B", "llama_2_13b": "Llama 2 13B"}
 CHOICES = ("choices", "choices_host", "choices_none")
+
+# Parts that are tests, with the words of the table.
+_TESTS = MappingProxyType(
+    {
+        "tests": "kernels against XLA in float32",
+        "families": "models against transformers",
+        "invariant_tests": "the same bits in any batch",
+        "mosaic_tests": "Mosaic's kernels against XLA in float32",
+        "tests_rest": "all other cases of the kernels",
+        "families_rest": "all other families",
+    }
+)
 
 Parts = Mapping[str, Mapping[str, Any]]
 Row = Mapping[str, Any]
@@ -69,6 +93,9 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         *_kernel_peers(parts, shapes),
         *(line for model in MODELS for line in _model(parts, model)),
         *_predicted(parts),
+        *_launches(parts),
+        *_memory(parts),
+        *_start(parts),
         *_choices(parts),
         *_restore(parts),
     ]
@@ -78,6 +105,8 @@ def bars(parts: Parts) -> list[dict[str, str]]:
 def print_table(lines: Iterable[Mapping[str, str]]) -> None:
     table = Table("", "wanted", "found", "", title="gpu-check", box=None)
     styles = {"met": "green", "not met": "red", "not measured": "yellow", "no bar": "dim"}
+    styles |= {"as predicted": "green", "better than predicted": "green"}
+    styles |= {"worse than predicted": "red"}
     for line in lines:
         verdict = line["verdict"]
         table.add_row(line["what"], line["wanted"], line["found"], verdict, style=styles[verdict])
@@ -124,18 +153,18 @@ def _most(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> 
 
 
 def _tests(parts: Parts) -> Iterable[Bar]:
-    for name in ("tests", "invariant_tests", "mosaic_tests"):
+    for name in _TESTS:
         part = parts.get(name, {})
         counted = part.get("result")
         if not counted or not (counted["passed"] or counted["failed"]):
-            yield Bar(name, "all pass", _why_missing(parts, name), "not measured")
+            yield Bar(_TESTS[name], "all pass", _why_missing(parts, name), "not measured")
             continue
         found = f"{counted['passed']} passed, {len(counted['failed'])} failed"
         if part["status"] != "done" and not counted["failed"]:
-            yield Bar(name, "all pass", f"{found}, then {part['status']}", "not measured")
+            yield Bar(_TESTS[name], "all pass", f"{found}, then {part['status']}", "not measured")
         else:
             met = part["status"] == "done"
-            yield Bar(name, "all pass", found, "met" if met else "not met")
+            yield Bar(_TESTS[name], "all pass", found, "met" if met else "not met")
 
 
 def _is_long_decode(row: Row) -> bool:
@@ -274,10 +303,55 @@ def _predicted(parts: Parts) -> Iterable[Bar]:
                 kv_dtype=kv_dtype,
             )
             what = f"Llama 3 8B, ms a step, batch {row['batch_size']}, {kv_dtype or 'bf16'} pages"
-            found = (
-                f"{row['decode_step_s'] * 1e3:.2f}, {row['decode_step_s'] / own.total_s:.2f} times"
-            )
-            yield Bar(what, f"{own.total_s * 1e3:.2f} predicted", found, "no bar")
+            yield _compared(what, row["decode_step_s"] * 1e3, own.total_s * 1e3, "{:.2f}")
+        for row in result.get("prefill", []):
+            what = f"Llama 3 8B, ms of a prefill of {row['prompts']} x {row['prompt_tokens']}"
+            yield _compared(what, row["wall_s"] * 1e3, row["bound_s"] * 1e3, "{:.0f}")
+
+
+def _compared(what: str, found: float, predicted: float, form: str) -> Bar:
+    """Return the line of a prediction, of which less is better."""
+    ratio = found / predicted
+    verdict: Verdict = "as predicted"
+    if not 1 / _AS_PREDICTED <= ratio <= _AS_PREDICTED:
+        verdict = "better than predicted" if ratio < 1 else "worse than predicted"
+    text = f"{form.format(found)}, {ratio:.2f} times"
+    return Bar(what, f"{form.format(predicted)} predicted", text, verdict)
+
+
+def _launches(parts: Parts) -> Iterable[Bar]:
+    """Yield the launches of an iteration next to those that `make kernel-gate` counted."""
+    for row in _rows(parts, "decode_llama_3_8b", "traces"):
+        own = counted(row["batch_size"])
+        predicted = SHAPES["llama-3-8b"][2] * own.a_layer + own.beside
+        if (found := row.get("launches_an_iteration")) is not None:
+            what = f"Llama 3 8B, launches an iteration, batch {row['batch_size']}"
+            yield _compared(what, found, predicted, "{:.0f}")
+
+
+def _memory(parts: Parts) -> Iterable[Bar]:
+    """Yield the most memory that was in use next to what the runtime planned."""
+    what, own = "Llama 3 8B, GB of the device in use at most", "decode_llama_3_8b"
+    found = (parts.get(own, {}).get("result") or {}).get("memory")
+    if not found:
+        yield Bar(what, "as planned", _why_missing(parts, own), "not measured")
+    else:
+        yield _compared(what, found["peak_bytes"] / 1e9, found["planned_bytes"] / 1e9, "{:.1f}")
+
+
+def _start(parts: Parts) -> Iterable[Bar]:
+    """Yield the seconds to the first token, and that a second start compiles nothing."""
+    result = parts.get("start", {}).get("result") or {}
+    what = "Llama 3 8B, executables that a second start compiles"
+    if "warm" not in result:
+        yield Bar(what, "0", _why_missing(parts, "start"), "not measured")
+        return
+    seconds = ", ".join(
+        f"{kind} {result[kind]['first_token_s']:.1f}" for kind in ("cold", "warm") if kind in result
+    )
+    compiled = result["warm"]["num_compiled"]
+    found = f"{compiled:.0f}, {result['warm']['num_loaded']:.0f} loaded; s to a token: {seconds}"
+    yield Bar(what, "0", found, "not met" if compiled else "met")
 
 
 def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks.common.environment import commit
 from benchmarks.common.harness import write_whole
 from benchmarks.common.processes import ROOT, group
@@ -88,10 +91,29 @@ def _decode(model: str, *arguments: str) -> tuple[str, ...]:
 
 _CHOICES = ("benchmarks.decode.choices",)
 
+# One model of each kind that kernels or steps treat otherwise: grouped heads, learned positions,
+# ALiBi, windows with caps, windows with norms, sinks with experts, experts, recurrent states, one
+# head of keys, and joined projections.
+_MODELS = (
+    *("llama", "gpt2", "bloom", "gemma2", "gemma3", "gpt_oss", "mixtral", "qwen3_moe", "mamba"),
+    *("falcon", "phi3"),
+)
+_IN_FLOAT32 = {**_AS_SERVED, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+
+
+def _families(wanted: str) -> tuple[str, ...]:
+    return (*_PYTEST, "-m", "", "tests/runtime/test_families.py", "-k", f"test_alone and {wanted}")
+
+
+_NAMED = " or ".join(f"[{name}]" for name in _MODELS)
+# In the order of a first day's questions; a part that comes too late is skipped.
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
+        # Does it compute what it should?
+        "tests": Part((*_TESTS, "not mosaic and not invariant"), 120, _AS_SERVED, writes=False),
+        "families": Part(_families(f"({_NAMED})"), 90, _IN_FLOAT32, writes=False),
+        # How fast, and why: the roofline, launches, gaps, memory.
         "kernels": Part((*_TRITON, "--peers", "--shapes", _FIRST), 110),
-        "kernel_peers": Part(("benchmarks.kernels.peers", "--shapes", _FIRST), 90),
         "decode_llama_3_8b": Part(
             _decode(
                 "llama-3-8b",
@@ -105,6 +127,17 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             130,
             _MOST_MEMORY,
         ),
+        # How long does it start?
+        "start": Part(
+            (
+                *("benchmarks.startup", "llama-3-8b", '{"warmup": "one_request"}'),
+                *("--kinds", "cold,warm"),
+            ),
+            90,
+            _MOST_MEMORY,
+        ),
+        # How fast are others?
+        "kernel_peers": Part(("benchmarks.kernels.peers", "--shapes", _FIRST), 90),
         "hf_llama_3_8b": Part(("benchmarks.decode.peer", "--batches", "32,1,128,8,256"), 70),
         # Kernels that have not run on a GPU yet may hang there, so they are a separate part.
         "mosaic": Part(
@@ -134,7 +167,6 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "hf_llama_2_13b": Part(
             ("benchmarks.decode.peer", "--model", "llama-2-13b", "--batches", "32,1,8,128,256"), 60
         ),
-        "tests": Part((*_TESTS, "not mosaic and not invariant"), 150, _AS_SERVED, writes=False),
         # A request has the same bits in any batch: of each kernel, and of a whole runtime.
         "invariant_tests": Part(
             (*_PYTEST, "tests/runtime/test_row_kernels.py", *_TESTS[len(_PYTEST) :], "invariant"),
@@ -143,6 +175,14 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             writes=False,
         ),
         "mosaic_tests": Part((*_TESTS, "mosaic"), 60, _AS_SERVED, writes=False),
+        # Every other configuration of a kernel, and every other family.
+        "tests_rest": Part(
+            (*_TESTS, "not mosaic and not invariant", "-m", "release"),
+            300,
+            _AS_SERVED,
+            writes=False,
+        ),
+        "families_rest": Part(_families(f"not ({_NAMED})"), 300, _IN_FLOAT32, writes=False),
         "kernel_peers_rest": Part(
             ("benchmarks.kernels.peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150
         ),
@@ -173,11 +213,15 @@ PARTS: Mapping[str, Part] = MappingProxyType(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts and write the file; return 1 if a part failed, 2 if none could run."""
+    begin_s = time.monotonic()
     options = build_parser().parse_args(arguments)
     names = options.parts.split(",")
     if unknown := sorted(set(names) - set(PARTS)):
         print(f"gpu-check: unknown parts {unknown}; there are {', '.join(PARTS)}", file=sys.stderr)
         return 2
+    if options.list:
+        _print_parts(names, options.minutes)
+        return 0
     about = _about()
     if about is None:
         print("gpu-check: JAX finds no NVIDIA GPU here; nothing was run", file=sys.stderr)
@@ -188,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         {name: PARTS[name] for name in names},
         output,
         about,
-        budget_s=options.budget,
+        budget_s=_seconds(options.minutes) - (time.monotonic() - begin_s),
         patience=options.patience,
         before=before.get("parts", {}),
     )
@@ -336,6 +380,28 @@ def _about() -> dict[str, Any] | None:
     return {**about, "tuned_tiles": is_tuned(about["device"]["kind"])}
 
 
+# Seconds at the end in which no part runs: the last one's processes end, and the file is written.
+_CLOSING_S = 15.0
+
+
+def _seconds(minutes: float) -> float:
+    return max(0.0, 60 * minutes - _CLOSING_S)
+
+
+def _print_parts(names: list[str], minutes: float) -> None:
+    """Print each part with its limit, and whether it fits if all parts before need theirs."""
+    table = Table(
+        "part", "at most", "until", "", title=f"gpu-check in {minutes:g} minutes", box=None
+    )
+    until_s, budget_s = 0.0, _seconds(minutes)
+    for name in names:
+        begin_s, until_s = until_s, until_s + PARTS[name].limit_s
+        has_time = until_s <= budget_s
+        what = "" if has_time else "cut" if budget_s - begin_s >= _LEAST_S else "if time is left"
+        table.add_row(name, f"{PARTS[name].limit_s:.0f} s", f"{until_s:.0f} s", what)
+    Console().print(table)
+
+
 def _slug(about: Mapping[str, Any]) -> str:
     return re.sub(r"\W+", "_", about["device"]["kind"]).strip("_").lower()
 
@@ -348,7 +414,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--parts", default=",".join(PARTS), help="parts to run, in this order")
-    add("--budget", type=float, default=570.0, help="seconds for all parts")
+    add("--minutes", type=float, default=10.0, help="time for everything")
+    add("--list", action="store_true", help="print the parts and their time; run nothing")
     add("--patience", type=float, default=1.0, help="factor of every part's time limit")
     add("--resume", action="store_true", help="run only the parts that are not done in the file")
     add("--output", type=Path, default=None, help="file; by default under benchmarks/results")

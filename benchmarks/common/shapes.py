@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 # Of config.json, for Llama's architecture.
@@ -21,3 +26,11 @@ def hf_config(shape: str, num_layers: int | None = None) -> dict[str, Any]:
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     return {**config, "model_type": "llama", "max_position_embeddings": 8192}
+
+
+@contextmanager
+def shape_folder(shape: str) -> Iterator[str]:
+    """Yield a folder with the config.json of a shape, for `load="random"`; it is removed."""
+    with tempfile.TemporaryDirectory(prefix="jaxserve-shape-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape)), encoding="utf-8")
+        yield folder

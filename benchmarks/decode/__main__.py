@@ -6,17 +6,14 @@ One model, with random weights of a well-known shape by default, at several batc
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.harness import Benchmark, Record, option, sizes_of, whole_numbers
-from benchmarks.common.shapes import SHAPES, hf_config
+from benchmarks.common.shapes import SHAPES, shape_folder
 
 # Tokens of the answers in a trace, which has every kernel of every step.
 _TRACED_TOKENS = 64
@@ -55,10 +52,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         model, load = options.model, "auto"
         if model in SHAPES:
-            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-shape-"))
-            config = json.dumps(hf_config(options.model))
-            (Path(model) / "config.json").write_text(config, encoding="utf-8")
-            load = "random"
+            model, load = stack.enter_context(shape_folder(model)), "random"
         rt = stack.enter_context(
             Runtime.from_pretrained(
                 model,
@@ -83,6 +77,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             record.add("traces", f"trace of batch {size}", partial(short.trace, size))
         for size in sizes[1:]:
             record.add("batches", f"batch {size}", partial(batches.measure, size))
+        record.result["memory"] = batches.memory()
     record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
     record.save()
     return record.result

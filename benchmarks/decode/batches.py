@@ -89,7 +89,23 @@ class Batches:
     def trace(self, size: int) -> Figures:
         """Return the `summarise`d trace of the device while it answered a batch."""
         self._answer(size, seed=2)  # compiles
-        return {"batch_size": size, **trace(lambda: self._answer(size, seed=3))}
+        layers = self.rt.model_config.num_attention_layers
+        return {"batch_size": size, **trace(lambda: self._answer(size, seed=3), layers)}
+
+    def memory(self) -> Figures | None:
+        """Return what the runtime planned to use of the device, and the most that JAX used so far.
+
+        None on a device without statistics.
+        """
+        found = jax.devices()[0].memory_stats()
+        if not found:
+            return None
+        stats = self.rt.stats()
+        return {
+            "planned_bytes": stats.pool_bytes + stats.weights_bytes + (stats.step_bytes or 0),
+            "peak_bytes": found["peak_bytes_in_use"],
+            "limit_bytes": found["bytes_limit"],
+        }
 
     def _bound(self, size: int, context: float, num_prompt: int, num_output: int) -> Bound:
         return bound(
@@ -139,8 +155,10 @@ class Event:
     duration_ns: float
 
 
-def trace(run: Callable[[], object]) -> dict[str, Any]:
+def trace(run: Callable[[], object], num_layers: int) -> dict[str, Any]:
     """Trace `run`, which waits for its own results, and return `summarise` of the trace.
+
+    The model has `num_layers` layers with attention.
 
     Raises:
       NotImplementedError: the trace has no events of a GPU.
@@ -152,7 +170,25 @@ def trace(run: Callable[[], object]) -> dict[str, Any]:
         events = list(device_events(ProfileData.from_file(str(path))))
     if not events:
         raise NotImplementedError("there is no GPU in the trace")
-    return summarise(events)
+    return {**summarise(events), "launches_an_iteration": launches_of(events, num_layers)}
+
+
+# The attention of decoding rows, which an iteration has once in each layer.
+_DECODES = "paged_attention_split"
+
+
+def launches_of(events: list[Event], num_layers: int) -> float | None:
+    """Return the launches from the first layer of an iteration to that of the next one.
+
+    It is the mean of the last quarter, in which all sequences decode; None without such kernels.
+    """
+    starts = np.sort([event.start_ns for event in events])
+    decodes = np.sort([event.start_ns for event in events if _DECODES in event.name])
+    count = len(decodes) // num_layers // 4
+    if not count:
+        return None
+    first, last = decodes[-1 - count * num_layers], decodes[-1]
+    return float(np.sum((starts >= first) & (starts < last)) / count)
 
 
 def device_events(profile: Any) -> Iterable[Event]:

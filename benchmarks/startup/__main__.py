@@ -9,27 +9,55 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.common.harness import Benchmark, option
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, Record, arguments_of, option, some_of
 from benchmarks.common.repeats import repeats, summary
+from benchmarks.common.shapes import SHAPES, shape_folder
 from benchmarks.startup.starts import cold_cache, start
+
+KINDS = ("cold", "filling", "warm")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "filling": [], "warm": []}
-    for _ in range(options.repeats):
-        with cold_cache() as folder:
-            runs["cold"].append(start(options.model, options.settings, folder))
-            # The rest of the work that the cold start did not wait for.
-            filling = {**options.settings, "warmup": "full"}
-            runs["filling"].append(start(options.model, filling, folder))
-            runs["warm"].append(start(options.model, options.settings, folder))
-    return {
-        "model": options.model,
-        "settings": options.settings,
-        **{kind: _figures(of_kind) for kind, of_kind in runs.items()},
-    }
+    kinds = some_of(options.kinds, "--kinds", KINDS)
+    model, settings = options.model, options.settings
+    # Not `Record.of`, since this process leaves the device's memory to those that it starts.
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="startup",
+        arguments=arguments_of(options),
+        repeats=options.repeats,
+        model=model,
+        settings=settings,
+    )
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    with ExitStack() as stack:
+        if model in SHAPES:
+            model, settings = (
+                stack.enter_context(shape_folder(model)),
+                {"load": "random"} | settings,
+            )
+        for number in range(options.repeats):
+            folder = stack.enter_context(cold_cache())
+            for kind in kinds:
+                if not record.allows(name := f"{kind} start {number}"):
+                    continue
+                # The rest of the work that the cold start did not wait for.
+                own = {**settings, "warmup": "full"} if kind == "filling" else settings
+                try:
+                    runs[kind].append(start(model, own, folder))
+                except Exception as error:  # of the process, which the record has
+                    record.fail(name, error)
+                    continue
+                record.result[kind] = _figures(runs[kind])
+                record.save()
+    record.result |= environment.describe()
+    record.save()
+    return record.result
 
 
 def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -39,11 +67,14 @@ def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 OPTIONS = (
-    option("model", "smollm2-135m", "a name, folder or GGUF file"),
+    option(
+        "model", "smollm2-135m", f"a name, folder or GGUF file, or {', '.join(SHAPES)} at random"
+    ),
     option("settings", {}, "JSON of further settings", json.loads),
+    option("--kinds", ",".join(KINDS), "starts on one cache folder, in this order"),
     repeats("kind of start"),
 )
-main = Benchmark(__doc__, run, OPTIONS, "startup")
+main = Benchmark(__doc__, run, OPTIONS, "startup", has_budget=True)
 
 
 if __name__ == "__main__":

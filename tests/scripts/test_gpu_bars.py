@@ -43,7 +43,7 @@ def test_without_figures_nothing_is_met():
     parts = {"mosaic_tests": {"status": "skipped", "reason": "the 570 s were over"}}
     lines = bars(parts)
     assert {line["verdict"] for line in lines} == {"not measured"}
-    assert _found(parts, "mosaic_tests")[1] == "the 570 s were over"
+    assert _found(parts, "Mosaic's kernels against")[1] == "the 570 s were over"
     print_table(lines)
 
 
@@ -160,7 +160,42 @@ def test_tests_that_were_cut_off_are_not_called_passed():
         ("done", {"passed": 0, "failed": [], "skipped": 5}, "not measured"),
     ):
         parts = {"tests": {"status": status, "result": counted}}
-        assert _found(parts, "tests")[0] == verdict, (status, counted)
+        assert _found(parts, "kernels against XLA")[0] == verdict, (status, counted)
+
+
+@pytest.mark.parametrize(
+    ("launches", "peak", "verdicts"),
+    [
+        (248, 70e9, ("as predicted", "as predicted")),
+        (700, 79e9, ("worse than predicted", "worse than predicted")),
+        (200, 60e9, ("better than predicted", "better than predicted")),
+        (None, None, ()),
+    ],
+)
+def test_each_prediction_has_a_verdict_in_words(launches, peak, verdicts):
+    """Within a tenth a figure is as predicted: launches of an iteration, and memory."""
+    trace = {"batch_size": 32, "idle_share": 0.0, "long_gap_share": 0.0}
+    result: dict[str, Any] = {
+        "traces": [trace | {"launches_an_iteration": launches}],
+        "batches": [],
+    }
+    if peak is not None:
+        result["memory"] = {"peak_bytes": peak, "planned_bytes": 70e9}
+    parts = {"decode_llama_3_8b": {"status": "done", "result": result}}
+    if verdicts:
+        assert _found(parts, "Llama 3 8B, launches")[0] == verdicts[0]
+        assert _found(parts, "Llama 3 8B, GB")[0] == verdicts[1]
+    else:
+        assert not [line for line in bars(parts) if "launches" in line["what"]]
+        assert _found(parts, "Llama 3 8B, GB")[0] == "not measured"
+
+
+@pytest.mark.parametrize(("compiled", "verdict"), [(0, "met"), (3, "not met")])
+def test_a_second_start_compiles_nothing(compiled, verdict):
+    start = {"first_token_s": 9.04, "num_compiled": compiled, "num_loaded": 6}
+    parts = {"start": {"status": "done", "result": {"warm": start}}}
+    line = f"{compiled}, 6 loaded; s to a token: warm 9.0"
+    assert _found(parts, "Llama 3 8B, executables") == (verdict, line)
 
 
 def test_choices_stand_side_by_side():

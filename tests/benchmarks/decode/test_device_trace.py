@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.decode.batches import Event, summarise, trace
+from benchmarks.decode.batches import Event, launches_of, summarise, trace
 
 pytestmark = pytest.mark.release
 
@@ -33,4 +33,15 @@ def test_gaps_are_counted_once():
 def test_a_trace_without_a_gpu_is_refused():
     """The trace is recorded and read, and then refused."""
     with pytest.raises(NotImplementedError, match="no GPU"):
-        trace(lambda: jax.block_until_ready(jnp.ones(8) + 1))
+        trace(lambda: jax.block_until_ready(jnp.ones(8) + 1), num_layers=1)
+
+
+def test_launches_are_those_of_an_iteration_in_the_end():
+    """Prompts come first; then an iteration of two layers has six launches, and eight once."""
+    names = ["prompt"] * 40
+    for iteration in range(16):
+        layer = ["product", "jit_paged_attention_split_kernel"]
+        names += ["sample", "product", *layer, *layer] + ["copy"] * 2 * (iteration == 14)
+    events = [Event(name, i * 10 * US, 5 * US) for i, name in enumerate(names)]
+    assert launches_of(events, num_layers=2) == (3 * 6 + 8) / 4
+    assert launches_of(events[:40], num_layers=2) is None
