@@ -510,7 +510,7 @@ class Trace:
     def _alone(self, request: Request) -> abc.Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
         key = (*key, self._grammars is None, request.params.pools, self.config.pooling)
-        key = (*key, self.config.layer_windows)
+        key = (*key, self.config.layer_windows, self.config.max_length)
         if key not in _alone:
             _alone[key] = self._serve_alone(request)
         return _alone[key].items()
