@@ -69,8 +69,8 @@ from jaxserve.kernels.paged_attention.configurations import (  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
 from jaxserve.models.config import DecoderConfig  # noqa: E402
 from jaxserve.models.decoder import Decoder, LayerLayout  # noqa: E402
-from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
-from jaxserve.models.families.moe import MoEConfig, MoEDecoder  # noqa: E402
+from jaxserve.models.families.llama import LlamaConfig  # noqa: E402
+from jaxserve.models.families.moe import MoEConfig  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
 from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
@@ -419,7 +419,6 @@ def _compile_steps(device: str, steps: Steps, problems: list[str], counts: _Coun
 
 def _modules(device: str, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
     config = steps.config(num_layers)
-    decoder: type[Decoder] = Llama if steps.mixture is None else MoEDecoder
     engine = EngineConfig(
         num_pages=4000,
         max_slots=steps.max_slots,
@@ -435,7 +434,7 @@ def _modules(device: str, steps: Steps, num_layers: int, problems: list[str]) ->
         how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
 
     def made() -> nnx.Module:
-        model = decoder(config, rngs=None, layer_layout=steps.layout)
+        model = Decoder(config, rngs=None, layer_layout=steps.layout)
         if how is not None:
             replace_weights(model, how.change)
         return model

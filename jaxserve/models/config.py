@@ -24,6 +24,9 @@ LayerKind = Literal["attention", "recurrent", "both", "mlp"]
 # The form of a layer's MLP: one for all tokens, or a mixture of experts.
 MLPKind = Literal["dense", "experts"]
 Residual = Literal["in_turn", "parallel", "parallel_one_norm"]
+# The norms of a layer: with a scale, as in Llama, of mean and variance, or that without parameters.
+NormKind = Literal["rms", "layer", "bare_layer"]
+NormPlaces = Literal["before", "around", "after"]
 # The fields of a configuration that have a value for each layer, and what the values are.
 BY_LAYER: Mapping[str, str] = MappingProxyType(
     {
@@ -95,8 +98,12 @@ class DecoderConfig:
       max_position_embeddings: the longest context that the model was made for, in tokens, including
         the extension by its rotary embedding's scaling.
       norm_bias: whether layer norms have biases.
+      norm_places: whether norms are before attention and MLP, after them, or on both sides.
       residual: how attention and MLP join the residual stream: one after the other, side by side
         with a norm each, or side by side behind one norm.
+      residual_scale: the factor of what attention and MLP, one after the other, add to it.
+      embedding_scale: the factor of the tokens' embeddings.
+      is_gated: whether a dense MLP has a gate.
       qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
       qkv_clip: the largest magnitude of queries, keys and values, after norms; None for no limit.
       qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
@@ -145,7 +152,12 @@ class DecoderConfig:
     norm_eps: float = 1e-6  # the number that is added to the variance (RMS and layer norms)
     norm_offset: float = 0.0  # the number that is added to an RMS norm's scale (1 in Gemma)
     norm_bias: bool = True
+    norm_kind: NormKind = "rms"
+    norm_places: NormPlaces = "before"
     residual: Residual = "in_turn"
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    is_gated: bool = True
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -451,6 +463,11 @@ def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Non
             f"{name}={given[name]!r} is not supported for {given['model_type']!r}; only "
             f"{' and '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
         )
+
+
+def kinds_in_turn(num_layers: int, every: int, kind: str = "sliding_attention") -> list[str]:
+    """Return `layer_types` in which each `every`-th layer sees the whole context."""
+    return [kind if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
 
 
 def windows_by_kind(

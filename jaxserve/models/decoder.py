@@ -29,8 +29,9 @@ from jaxserve.kernels import RopeTables, log_sum_exp
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
+from jaxserve.models.experts import MixtureOfExperts
 from jaxserve.models.layer_inputs import LayerInputs
-from jaxserve.models.layers import Block, soft_capped
+from jaxserve.models.layers import Block, scaled, soft_capped
 from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.pooling import Labels
@@ -59,7 +60,7 @@ class Tap:
 
 
 class Decoder(SumsRows):
-    """A decoder over a flat ragged batch and a cache; families set the classes of blocks.
+    """A decoder over a flat ragged batch and a cache; families set classes of blocks of their own.
 
     Args:
       rngs: for random weights; None for zeros if only shapes matter, as under `nnx.eval_shape`.
@@ -71,7 +72,7 @@ class Decoder(SumsRows):
         embeddings.
     """
 
-    block_class: ClassVar[type[Block]]
+    block_class: ClassVar[type[Block]] = Block
     recurrent_block_class: ClassVar[type[Block] | None] = None
     layer_inputs: LayerInputs | None = None  # `_add_start` makes them
 
@@ -101,7 +102,7 @@ class Decoder(SumsRows):
         if layer_layout == "unrolled":
             new = ParamMaker(rngs, config.dtype)
             layers = range(config.num_layers)
-            self.blocks = nnx.List([self._block_class(layer)(config, new) for layer in layers])
+            self.blocks = nnx.List([self._new_block(layer, new) for layer in layers])
         elif layer_layout == "scanned":
             if not config.is_uniform:
                 raise UnsupportedModelError(
@@ -109,7 +110,7 @@ class Decoder(SumsRows):
                     "scanned; use layer_layout='unrolled'"
                 )
             new = ParamMaker(rngs, config.dtype, config.num_layers)
-            self.blocks = self._block_class(0)(config, new)
+            self.blocks = self._new_block(0, new)
         else:
             raise ValueError(
                 f"layer_layout={layer_layout!r} is unknown; give 'unrolled' or 'scanned'"
@@ -254,8 +255,14 @@ class Decoder(SumsRows):
             return self.logits(hidden)[:, jnp.asarray(labels.token_ids)]
         return Linear(self.score)(hidden, None, out_dtype=jnp.float32)
 
+    def _new_block(self, layer: int, new: ParamMaker) -> Block:
+        block_class = self._block_class(layer)
+        if self.config.mlp_kinds[layer] == "experts" and block_class.mlp_class is None:
+            return block_class(self.config, new, mlp_class=MixtureOfExperts)
+        return block_class(self.config, new)
+
     def _block_class(self, layer: int) -> type[Block]:
-        """Return the class of a layer's block, by its kinds in the config.
+        """Return the class of a layer's block, by its kind in the config.
 
         Layers of equal kinds have one class. Parameters of classes that differ in their shapes or
         tensors have different paths in a block, so that each has its entry in the family's table.
@@ -276,7 +283,7 @@ class Decoder(SumsRows):
     def _add_end(self, new: ParamMaker) -> None:
         config = self.config
         vocab, embed = config.vocab_size, config.hidden_size
-        self.norm = self.block_class.norm_class(config, new)
+        self.norm = self.block_class.new_norm(config, new)
         if not config.tie_word_embeddings:
             self.lm_head = new.weight(("embed", "vocab"), (embed, vocab))
         if config.lm_head_bias:
@@ -288,7 +295,7 @@ class Decoder(SumsRows):
         positions: Int32[Array, " tokens"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, "tokens embed"]:
-        return self._embedded(tokens, adapter)
+        return scaled(self._embedded(tokens, adapter), self.config.embedding_scale)
 
     def _embedded(
         self, tokens: Int32[Array, " tokens"], adapter: Int32[Array, " tokens"] | None

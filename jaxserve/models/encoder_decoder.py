@@ -197,7 +197,7 @@ class Encoder(nnx.Module):
             self.blocks = block_class(config, stacked)
         else:
             self.blocks = nnx.List([block_class(config, new) for _ in range(config.num_layers)])
-        self.norm = block_class.norm_class(config, new)
+        self.norm = block_class.new_norm(config, new)
         shape = (num_buckets, config.num_heads)
         self.relative_bias = new.table((None, "kv_heads"), shape)
 
@@ -247,7 +247,7 @@ class CrossBlock(Block):
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         super().__init__(config, new)
-        self.cross_norm = self.norm_class(config, new)
+        self.cross_norm = self.new_norm(config, new)
         self.cross = CrossAttention(config, new)
 
     def __call__(

@@ -21,7 +21,8 @@ class Family:
       fields: the fields of a config.json that the family reads, by `model_type`.
       weights: returns, for a configuration, the tensors that fill each parameter, by the
         parameter's path with dots and without the layer's number.
-      prefix: the beginning of most tensor names; checkpoints of the bare model lack it.
+      prefix: the beginning of most tensor names, or those of several members of the family;
+        checkpoints of the bare model lack it.
       predicts_several: whether checkpoints may have layers after the last, which predict several
         tokens at a time and are not read.
       ignored: a pattern of tensor names that a checkpoint may have and the model does not need.
@@ -33,7 +34,7 @@ class Family:
     config: type[DecoderConfig]
     decoder: type[Decoder]
     weights: Callable[[Any], Mapping[str, Weight]]
-    prefix: str = "model."
+    prefix: str | tuple[str, ...] = "model."
     predicts_several: bool = False
     ignored: str = r".*\.rotary_emb\.inv_freq"
     unread: Callable[[Any], Collection[str]] = lambda config: ()

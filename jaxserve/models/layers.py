@@ -21,9 +21,9 @@ from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.linear import Linear, SumsRows
-from jaxserve.models.norms import Norm
+from jaxserve.models.norms import NORMS, Norm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.projection import Gate, projected
+from jaxserve.models.projection import Gate, normed, projected
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
     MappingProxyType(
@@ -159,52 +159,70 @@ def _down(
 
 
 class Block(nnx.Module):
-    """One layer: attention and an MLP over norms of the residual stream, joined by `residual`.
+    """One layer: attention and an MLP, with norms of the residual stream, joined by `residual`.
 
-    Families set the classes, and override `__call__` if a layer has another structure.
-    With a `ParamMaker` that stacks layers, a block holds the parameters of all layers, and a scan
-    passes in those of one.
+    Families set a class where the configuration does not say enough, and override `__call__` if a
+    layer has another structure. With a `ParamMaker` that stacks layers, a block holds the
+    parameters of all layers, and a scan passes in those of one.
+
+    Args:
+      mlp_class: of a layer with a mixture of experts, in a family that does not set `mlp_class`.
     """
 
-    norm_class: ClassVar[type[Norm]]
+    norm_class: ClassVar[type[Norm] | None] = None  # by default the one of `norm_kind`
     attention_class: ClassVar[type[Sublayer]] = Attention
-    mlp_class: ClassVar[type[Sublayer]]
+    mlp_class: ClassVar[type[Sublayer] | None] = None  # by default gated or not, by `is_gated`
 
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.residual = config.residual
-        self.attention_norm = self.norm_class(config, new)
+    def __init__(
+        self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
+    ):
+        self.residual, self.residual_scale = config.residual, config.residual_scale
+        has_first, has_end = config.norm_places != "after", config.norm_places != "before"
+        has_second = has_first and config.residual != "parallel_one_norm"
+        self.attention_norm: Any = self.new_norm(config, new) if has_first else None
         self.attention: Any = self.attention_class(config, new)
-        if config.residual != "parallel_one_norm":
-            self.mlp_norm = self.norm_class(config, new)
-        self.mlp = self.mlp_class(config, new)
+        self.attention_end_norm: Any = self.new_norm(config, new) if has_end else None
+        self.mlp_norm: Any = self.new_norm(config, new) if has_second else None
+        self.mlp = self.new_mlp(config, new, mlp_class)
+        self.mlp_end_norm: Any = self.new_norm(config, new) if has_end else None
+
+    @classmethod
+    def new_norm(cls, config: DecoderConfig, new: ParamMaker) -> Norm:
+        return (cls.norm_class or NORMS[config.norm_kind])(config, new)
+
+    @classmethod
+    def new_mlp(
+        cls, config: DecoderConfig, new: ParamMaker, mlp_class: type[Sublayer] | None
+    ) -> Sublayer:
+        plain = GatedMLP if config.is_gated else TwoLayerMLP
+        return (mlp_class or cls.mlp_class or plain)(config, new)
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """Return the residual stream after this layer."""
         if self.residual == "parallel_one_norm":
-            normed = self.attention_norm(x)
-            return x + self.attention(normed, context) + self.mlp(normed, context)
+            x_normed = normed(x, self.attention_norm)
+            return x + self.attention(x_normed, context) + self.mlp(x_normed, context)
         if self.residual == "parallel":
-            attended = self.attention(self.attention_norm(x), context)
-            return x + attended + self.mlp(self.mlp_norm(x), context)
-        x = self.attention(x, context, norm=self.attention_norm, residual=x)
-        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
+            attended = self.attention(normed(x, self.attention_norm), context)
+            return x + attended + self.mlp(normed(x, self.mlp_norm), context)
+        x = self._added(x, context, self.attention, self.attention_norm, self.attention_end_norm)
+        return self._added(x, context, self.mlp, self.mlp_norm, self.mlp_end_norm)
 
-
-class SandwichBlock(Block):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        super().__init__(config, new)
-        self.attention_end_norm = self.norm_class(config, new)
-        self.mlp_end_norm = self.norm_class(config, new)
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
+    def _added(
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        part: Sublayer,
+        norm: Norm | None,
+        end_norm: Norm | None,
     ) -> Float[Array, "tokens embed"]:
-        x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
-        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x), context))
+        if end_norm is not None:
+            return x + scaled(end_norm(part(normed(x, norm), context)), self.residual_scale)
+        if self.residual_scale == 1:
+            return part(x, context, norm=norm, residual=x)
+        return x + scaled(part(x, context, norm=norm), self.residual_scale)
 
 
 class Mixer(Protocol):
@@ -224,18 +242,21 @@ class RecurrentBlock(Block):
 
     mixer_class: ClassVar[type[Mixer]]
 
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
+    def __init__(
+        self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
+    ):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention
-        self.mixer_norm = self.norm_class(config, new)
+        self.residual_scale = config.residual_scale
+        self.mixer_norm = self.new_norm(config, new)
         self.mixer = self.mixer_class(config, new)
-        self.mlp_norm = self.norm_class(config, new)
-        self.mlp = self.mlp_class(config, new)
+        self.mlp_norm = self.new_norm(config, new)
+        self.mlp = self.new_mlp(config, new, mlp_class)
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
-        x = x + self.mixer(self.mixer_norm(x), context)
-        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
+        x = x + scaled(self.mixer(self.mixer_norm(x), context), self.residual_scale)
+        return self._added(x, context, self.mlp, self.mlp_norm, None)
 
 
 def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
@@ -245,4 +266,4 @@ def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*
 
 def scaled(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     """Return x * factor in x's dtype, without rounding the factor to it first."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -1,14 +1,11 @@
-"""What most families share with Llama: fields of config.json, its layer, and names of tensors."""
+"""What most families share with Llama: fields of config.json, and names of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
-from jaxserve.models.config import DecoderConfig, windows_by_kind
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.layers import Block, GatedMLP
-from jaxserve.models.norms import RMSNorm
+from jaxserve.models.config import DecoderConfig, check_is, windows_by_kind
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
 
@@ -32,12 +29,25 @@ ROTARY_FIELDS = dict(
 LAYER = "model.layers.{layer}."
 
 
-def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
+def rotary_decoder_fields(
+    given: Mapping[str, Any],
+    share: float | None = None,
+    *,
+    activations: Sequence[str] = ("silu", "swish"),
+) -> dict[str, Any]:
     """Return the fields that families share whose config.json is like Llama's.
 
-    `given` is the result of `Fields.read`; `share` is the rotated part of a head, unless the
-    rotation's parameters have another; None for whole heads. Raises as `DecoderConfig.from_hf`.
+    Raises as `DecoderConfig.from_hf`.
+
+    Args:
+      given: the result of `Fields.read`.
+      share: the rotated part of a head, unless the rotation's parameters have another; None for
+        whole heads.
+      activations: the values of `hidden_act` that the family computes, if it has the field.
     """
+    if "hidden_act" in given:
+        check_is(given, "hidden_act", activations)
+    bias = bool(given.get("attention_bias"))
     rope = rope_fields(given)
     max_position = given["max_position_embeddings"]
     num_heads = given["num_attention_heads"]
@@ -57,6 +67,9 @@ def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) 
         max_position_embeddings=turned.longest_context(max_position),
         tie_word_embeddings=bool(given["tie_word_embeddings"]),
         sliding_windows=_sliding_windows(given),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(given.get("mlp_bias")),
     )
 
 
@@ -76,17 +89,6 @@ def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
         first = min(given["max_window_layers"], num_layers)
         kinds = (["full_attention"] * first + ["sliding_attention"] * num_layers)[:num_layers]
     return windows_by_kind(kinds, window, num_layers)
-
-
-@final
-class LlamaBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-
-
-@final
-class LlamaDecoder(Decoder):
-    block_class = LlamaBlock
 
 
 def attention_weights(
@@ -136,7 +138,7 @@ def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
 
 
 def llama_weights(config: DecoderConfig) -> dict[str, Weight]:
-    """Return the weights of a decoder of `LlamaBlock`s under Llama's names."""
+    """Return the weights of a decoder under Llama's names."""
     return attention_weights(config) | mlp_weights()
 
 

@@ -82,8 +82,9 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
 
 def prefix_of(config: DecoderConfig) -> str:
     """Return the family's prefix; an empty one for a member of it whose names lack it."""
-    prefix = family_of(config).prefix
-    return prefix if tied_names(config)[0].startswith(prefix) else ""
+    given, embedding = family_of(config).prefix, tied_names(config)[0]
+    prefixes = (given,) if isinstance(given, str) else given
+    return next((prefix for prefix in prefixes if embedding.startswith(prefix)), "")
 
 
 def with_prefix(source: WeightSource, prefix: str) -> WeightSource:

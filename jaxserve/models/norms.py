@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels import RMSScale, layer_norm, rms_norm
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, NormKind
 from jaxserve.models.linear import SumsRows
 from jaxserve.models.param_maker import ParamMaker
 
@@ -109,3 +111,20 @@ class LayerNorm(SumsRows):
         scale = scale if self.offset == 0 else scale + jnp.asarray(self.offset, scale.dtype)
         bias = jnp.zeros_like(scale) if self.bias is None else self.bias[...]
         return layer_norm(x, scale, bias, eps=self.eps, implementation=self.row_kernels)
+
+
+@final
+class BareLayerNorm(SumsRows):
+    """Mean and variance norm without parameters."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        one = jnp.ones(x.shape[-1:], x.dtype)
+        return layer_norm(x, one, 0 * one, eps=self.eps, implementation=self.row_kernels)
+
+
+NORMS: Mapping[NormKind, type[Norm]] = MappingProxyType(
+    {"rms": RMSNorm, "layer": LayerNorm, "bare_layer": BareLayerNorm}
+)

@@ -15,7 +15,6 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.layers import Block, GatedMLP
-from jaxserve.models.llama_form import LlamaBlock
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.routing import ExpertsConfig
@@ -50,10 +49,8 @@ class MLPBlock(Block):
 
 
 class Mixed(Decoder):
-    block_class = LlamaBlock
-
     def _block_class(self, layer: int) -> type[Block]:
-        return MLPBlock if self.config.layer_kinds[layer] == "mlp" else LlamaBlock
+        return MLPBlock if self.config.layer_kinds[layer] == "mlp" else Block
 
 
 @pytest.mark.release

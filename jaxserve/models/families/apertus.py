@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -23,7 +23,7 @@ from jaxserve.models.llama_form import (
     rotary_decoder_fields,
     two_layer_weights,
 )
-from jaxserve.models.norms import Norm, RMSNorm
+from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
 from jaxserve.models.rope import Rope
@@ -65,10 +65,8 @@ class ApertusConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS["apertus"].read(given)
-        check_is(given, "hidden_act", ("xielu",))
         given["rope_parameters"] = given["rope_parameters"] or _ROTATION
-        bias = bool(given["attention_bias"])
-        return cls(**rotary_decoder_fields(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return cls(**rotary_decoder_fields(given, activations=("xielu",)), qk_norm=True)
 
 
 @final
@@ -111,7 +109,6 @@ class XieluMLP(SumsRows):
 
 @final
 class ApertusBlock(Block):
-    norm_class = RMSNorm
     mlp_class = XieluMLP
 
 

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is
+from jaxserve.models.config import DecoderConfig, Fields, LayerKind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import GatedMLP, RecurrentBlock
+from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
-    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
 from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
@@ -65,14 +63,9 @@ class BambaConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS["bamba"].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         fields = rotary_decoder_fields(given, share=0.5)
-        bias = bool(given["attention_bias"])
         return cls(
             **fields,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bool(given["mlp_bias"]),
             layer_kinds=_layer_kinds(given, fields["num_layers"]),
             recurrence=mamba_sizes(given),
         )
@@ -112,16 +105,13 @@ def mamba_sizes(given: Mapping[str, Any], *, inner: int | None = None, **more: A
 
 
 @final
-class BambaMambaBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
+class Mamba2Block(RecurrentBlock):
     mixer_class = Mamba2Mixer
 
 
 @final
 class Bamba(Decoder):
-    block_class = LlamaBlock
-    recurrent_block_class = BambaMambaBlock
+    recurrent_block_class = Mamba2Block
 
 
 def _weights(config: BambaConfig) -> dict[str, Weight]:

@@ -10,11 +10,11 @@ from typing import Any, Self, final
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, Latents, MLPKind, check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.families.glm_moe import grouped_experts
 from jaxserve.models.family import Family
 from jaxserve.models.latent_attention import LatentAttention, latent_weights
-from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.layers import Block
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -22,7 +22,6 @@ from jaxserve.models.llama_form import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight
 
@@ -115,7 +114,6 @@ class DeepseekConfig(DecoderConfig):
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         rotated, heads = given["qk_rope_head_dim"], given["num_attention_heads"]
         head_dim = rotated + given["qk_nope_head_dim"]
         if given["v_head_dim"] > head_dim:
@@ -126,13 +124,9 @@ class DeepseekConfig(DecoderConfig):
         check_is(given, "num_key_value_heads", (None, heads))
         sizes = {**given, "head_dim": rotated, "num_key_value_heads": heads}
         fields = rotary_decoder_fields(sizes)
-        bias = bool(given["attention_bias"])
         fields |= dict(
             head_dim=head_dim,
             rope=replace(fields["rope"], dim=rotated),
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bool(given.get("mlp_bias")),
             latents=Latents(
                 query_rank=given["q_lora_rank"],
                 latent_rank=given["kv_lora_rank"],
@@ -183,25 +177,12 @@ def _magnitude(rotation: Mapping[str, Any]) -> float:
 
 @final
 class DeepseekBlock(Block):
-    norm_class = RMSNorm
     attention_class = LatentAttention
-    mlp_class = GatedMLP
-
-
-@final
-class DeepseekMoEBlock(Block):
-    norm_class = RMSNorm
-    attention_class = LatentAttention
-    mlp_class = MixtureOfExperts
 
 
 @final
 class Deepseek(Decoder):
-    block_class = DeepseekMoEBlock
-
-    def _block_class(self, layer: int) -> type[Block]:
-        is_sparse = self.config.mlp_kinds[layer] == "experts"
-        return DeepseekMoEBlock if is_sparse else DeepseekBlock
+    block_class = DeepseekBlock
 
 
 def _weights(config: DeepseekConfig) -> dict[str, Weight]:

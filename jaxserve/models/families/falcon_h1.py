@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.attention import Attention
-from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.bamba import MAMBA_FIELDS, NULLABLE_MAMBA_FIELDS, mamba_sizes
-from jaxserve.models.families.granite import Granite, GraniteFactors
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP, scaled
 from jaxserve.models.llama_form import (
@@ -66,7 +66,7 @@ _FIELDS = {
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FalconH1Config(GraniteFactors):
+class FalconH1Config(DecoderConfig):
     """Zuo et al., arXiv:2507.22448. Keys' factor is a part of `attention_scale`.
 
     Attributes:
@@ -86,7 +86,6 @@ class FalconH1Config(GraniteFactors):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS["falcon_h1"].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         fields = rotary_decoder_fields(given)
         mlp_gate, mlp_out = _factors(given, "mlp_multipliers", 2)
         gate, x, b, c, step = _factors(given, "ssm_multipliers", 5)
@@ -98,12 +97,8 @@ class FalconH1Config(GraniteFactors):
             norm=norm if given["mamba_rms_norm"] else None,
             factors=(gate, x, b, c, step),
         )
-        bias = bool(given["attention_bias"])
         return cls(
             **fields,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bool(given["mlp_bias"]),
             attention_scale=given["key_multiplier"] * fields["head_dim"] ** -0.5,
             embedding_scale=float(given["embedding_multiplier"]),
             logits_scale=float(given["lm_head_multiplier"]),
@@ -129,9 +124,6 @@ def _factors(given: Mapping[str, Any], name: str, num: int) -> tuple[float, ...]
 @final
 class FalconH1Block(Block):
     """x + mixer(norm(x)) + attention(norm(x)), with one norm, then x + mlp(norm(x))."""
-
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         nnx.Module.__init__(self)  # not `Block`'s, which makes no mixer
@@ -164,7 +156,7 @@ class ScaledGate:
 
 
 @final
-class FalconH1(Granite):
+class FalconH1(Decoder):
     block_class = FalconH1Block
 
 

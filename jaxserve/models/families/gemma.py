@@ -9,12 +9,11 @@ from typing import Any, Self, final
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
+from jaxserve.models.config import DecoderConfig, Fields, check_is, kinds_in_turn, windows_by_kind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, SandwichBlock, activation_of
-from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, mlp_weights
-from jaxserve.models.norms import RMSNorm
+from jaxserve.models.layers import activation_of
+from jaxserve.models.llama_form import LAYER, attention_weights, mlp_weights
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight
 
@@ -101,7 +100,6 @@ class GemmaConfig(DecoderConfig):
     norm_offset: float = 1.0
     tie_word_embeddings: bool = True
     rope: Rope | None = Rope()
-    has_end_norms: bool = True  # whether norms also follow attention and MLP
     mlp_norm_name: str = "pre_feedforward_layernorm"  # in checkpoints
 
     @classmethod
@@ -122,7 +120,7 @@ class GemmaConfig(DecoderConfig):
             }
         # Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
         every = given.get("sliding_window_pattern", 2)
-        kinds = kinds_in_turn(given, every)
+        kinds = given["layer_types"] or kinds_in_turn(num_layers, every)
         rope, local_rope = _ropes(given, max_position)
         return cls(
             vocab_size=given["vocab_size"],
@@ -145,7 +143,7 @@ class GemmaConfig(DecoderConfig):
             attention_scale=given["query_pre_attn_scalar"] ** -0.5,
             attention_soft_cap=given["attn_logit_softcapping"],
             logits_soft_cap=given["final_logit_softcapping"],
-            has_end_norms=kind in ("gemma2", "gemma3_text"),
+            norm_places="around" if kind in ("gemma2", "gemma3_text") else "before",
             mlp_norm_name="post_attention_layernorm"
             if kind == "gemma"
             else "pre_feedforward_layernorm",
@@ -153,14 +151,6 @@ class GemmaConfig(DecoderConfig):
             local_rope=local_rope,
             sliding_windows=windows_by_kind(kinds, given["sliding_window"], num_layers),
         )
-
-
-def kinds_in_turn(given: Mapping[str, Any], every: int) -> list[str]:
-    """Return `layer_types`; by default each `every`-th layer sees the whole context."""
-    return given["layer_types"] or [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(given["num_hidden_layers"])
-    ]
 
 
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
@@ -180,13 +170,7 @@ def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | No
     return Rope.from_hf(whole, max_position), Rope.from_hf(window, max_position)
 
 
-@final
-class GemmaBlock(SandwichBlock):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-
-
-class ScaledDecoder(Decoder):
+class Gemma(Decoder):
     """A `Decoder` whose embeddings are multiplied by sqrt(embed)."""
 
     def _embed(
@@ -199,19 +183,10 @@ class ScaledDecoder(Decoder):
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
 
-@final
-class Gemma(ScaledDecoder):
-    block_class = GemmaBlock
-    config: GemmaConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def _block_class(self, layer: int) -> type[Block]:
-        return GemmaBlock if self.config.has_end_norms else LlamaBlock
-
-
 def _weights(config: GemmaConfig) -> dict[str, Weight]:
     weights = attention_weights(config) | mlp_weights()
     names = {"blocks.mlp_norm.scale": config.mlp_norm_name}
-    if config.has_end_norms:
+    if config.norm_places == "around":
         names["blocks.attention_end_norm.scale"] = "post_attention_layernorm"
         names["blocks.mlp_end_norm.scale"] = "post_feedforward_layernorm"
     return weights | {path: Weight.of(f"{LAYER}{name}.weight") for path, name in names.items()}

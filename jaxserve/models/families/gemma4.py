@@ -14,17 +14,18 @@ from jaxserve.models.config import (
     DecoderConfig,
     Fields,
     LayerHeads,
+    NormPlaces,
     check_is,
+    kinds_in_turn,
     plain_sizes,
     windows_by_kind,
 )
 from jaxserve.models.context import LayerContext
-from jaxserve.models.families.gemma import GEMMA_FIELDS, ScaledDecoder, kinds_in_turn
+from jaxserve.models.families.gemma import GEMMA_FIELDS, Gemma
 from jaxserve.models.family import Family
 from jaxserve.models.layer_inputs import LayerInput, LayerInputs, layer_input_weights
-from jaxserve.models.layers import Block, GatedMLP, SandwichBlock, activation_of
+from jaxserve.models.layers import Block, activation_of
 from jaxserve.models.llama_form import LAYER, attention_weights, mlp_weights
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
@@ -60,6 +61,7 @@ class Gemma4Config(DecoderConfig):
     """Google 2026. `head_dim` and `num_kv_heads` are the larger ones of both kinds of layers."""
 
     activation: str = "gelu_pytorch_tanh"
+    norm_places: NormPlaces = "around"
     tie_word_embeddings: bool = True
     attention_scale: float | None = 1.0
     rope: Rope | None = Rope()
@@ -76,7 +78,8 @@ class Gemma4Config(DecoderConfig):
         check_is(fields, "attention_bias", (False,))
         check_is(fields, "use_bidirectional_attention", (None, "vision"))
         num_layers, max_position = fields["num_hidden_layers"], fields["max_position_embeddings"]
-        kinds = [*kinds_in_turn(fields, 6)[:-1], "full_attention"]  # as transformers decides
+        kinds = fields["layer_types"] or kinds_in_turn(num_layers, 6)
+        kinds = [*kinds[:-1], "full_attention"]  # as transformers decides
         windows = windows_by_kind(kinds, fields["sliding_window"], num_layers)
         windowed = LayerHeads(
             num_kv_heads=fields["num_key_value_heads"], head_dim=fields["head_dim"]
@@ -160,12 +163,10 @@ def _kv_sources(kinds: Sequence[str], num_shared: int) -> tuple[int | None, ...]
     return tuple(None if i < num_own else last[kind] for i, kind in enumerate(kinds))
 
 
-class Gemma4Block(SandwichBlock):
-    """A `SandwichBlock` that adds the layer's own input, and multiplies by a number."""
+class Gemma4Block(Block):
+    """A `Block` that adds the layer's own input, and multiplies by a number."""
 
-    norm_class = RMSNorm
     attention_class = PaddedAttention
-    mlp_class = GatedMLP
     is_whole: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False
 
@@ -204,7 +205,7 @@ class SharedWholeBlock(Gemma4Block):
 
 
 @final
-class Gemma4(ScaledDecoder):
+class Gemma4(Gemma):
     block_class = Gemma4Block
     config: Gemma4Config  # pyrefly: ignore[bad-override-mutable-attribute]
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.config import DecoderConfig, Fields
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, expert_weights
-from jaxserve.models.families.moe import MIXTRAL_NAMES, MoEDecoder
+from jaxserve.models.families.moe import MIXTRAL_NAMES
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     LAYER,
@@ -125,23 +126,17 @@ class GlmMoEConfig(DecoderConfig):
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         return cls(**_READERS[kind](given))
 
 
 def _glm(given: dict[str, Any]) -> dict[str, Any]:
     return rotary_decoder_fields(given, given["partial_rotary_factor"]) | dict(
-        qkv_bias=bool(given["attention_bias"]),
-        qk_norm=bool(given["use_qk_norm"]),
-        **grouped_experts(given),
+        o_bias=False, qk_norm=bool(given["use_qk_norm"]), **grouped_experts(given)
     )
 
 
 def _dots(given: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(given["attention_bias"])
-    return rotary_decoder_fields(given) | dict(
-        qkv_bias=bias, o_bias=bias, qk_norm=True, **grouped_experts(given)
-    )
+    return rotary_decoder_fields(given) | dict(qk_norm=True, **grouped_experts(given))
 
 
 def grouped_experts(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +225,7 @@ def _weights(config: GlmMoEConfig) -> dict[str, Weight]:
 FAMILY = Family(
     fields=_FIELDS,
     config=GlmMoEConfig,
-    decoder=MoEDecoder,
+    decoder=Decoder,
     weights=_weights,
     predicts_several=True,
     ignored=r".*\.rotary_emb\.inv_freq|(?:model\.)?mtp.*",

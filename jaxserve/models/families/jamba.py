@@ -8,13 +8,11 @@ from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.moe import MoEBlock
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
-from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, mlp_weights
+from jaxserve.models.layers import RecurrentBlock
+from jaxserve.models.llama_form import LAYER, attention_weights, mlp_weights
 from jaxserve.models.mamba1 import Mamba1Mixer, mamba1_sizes, mixer_weights
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
@@ -90,29 +88,13 @@ class JambaConfig(DecoderConfig):
 
 
 @final
-class JambaMambaBlock(RecurrentBlock):
-    norm_class = RMSNorm
+class Mamba1Block(RecurrentBlock):
     mixer_class = Mamba1Mixer
-    mlp_class = GatedMLP
-
-
-@final
-class JambaExpertsMambaBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mixer_class = Mamba1Mixer
-    mlp_class = MixtureOfExperts
 
 
 @final
 class Jamba(Decoder):
-    block_class = LlamaBlock
-    recurrent_block_class = JambaMambaBlock
-
-    def _block_class(self, layer: int) -> type[Block]:
-        if self.config.mlp_kinds[layer] == "dense":
-            return super()._block_class(layer)
-        is_attention = self.config.layer_kinds[layer] == "attention"
-        return MoEBlock if is_attention else JambaExpertsMambaBlock
+    recurrent_block_class = Mamba1Block
 
 
 def _weights(config: JambaConfig) -> dict[str, Weight]:

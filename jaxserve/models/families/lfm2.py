@@ -9,12 +9,10 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, kinds_by_name
 from jaxserve.models.convolution import ConvolutionSizes, GatedConvolution, convolution_weights
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.moe import MoEBlock
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
-from jaxserve.models.llama_form import LAYER, LlamaBlock, attention_weights, rotary_decoder_fields
-from jaxserve.models.norms import RMSNorm
+from jaxserve.models.layers import RecurrentBlock
+from jaxserve.models.llama_form import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight, gate_and_up
@@ -131,29 +129,13 @@ def _layer_kinds(
 
 
 @final
-class LFM2ConvolutionBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-    mixer_class = GatedConvolution
-
-
-@final
-class ExpertsConvolutionBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mlp_class = MixtureOfExperts
+class ConvolutionBlock(RecurrentBlock):
     mixer_class = GatedConvolution
 
 
 @final
 class LFM2(Decoder):
-    block_class = LlamaBlock
-    recurrent_block_class = LFM2ConvolutionBlock
-
-    def _block_class(self, layer: int) -> type[Block]:
-        if self.config.mlp_kinds[layer] == "dense":
-            return super()._block_class(layer)
-        is_attention = self.config.layer_kinds[layer] == "attention"
-        return MoEBlock if is_attention else ExpertsConvolutionBlock
+    recurrent_block_class = ConvolutionBlock
 
 
 _NAMES = ExpertNames(mlp="feed_forward.", correction="expert_bias", gate="w1", up="w3", down="w2")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, final
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, Fields, QueryGrowth, check_is
+from jaxserve.models.config import DecoderConfig, Fields, QueryGrowth
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.layers import Block, Sublayer
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -19,7 +19,6 @@ from jaxserve.models.llama_form import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
@@ -67,8 +66,7 @@ class Llama4Config(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         given = _FIELDS["llama4_text"].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
-        bias, layers = bool(given["attention_bias"]), range(given["num_hidden_layers"])
+        layers = range(given["num_hidden_layers"])
         interval, step = given["no_rope_layer_interval"], given["interleave_moe_layer_step"]
         # A number for each layer, 1 for those that are rotated.
         rotated = given["no_rope_layers"] or [int((i + 1) % interval != 0) for i in layers]
@@ -78,8 +76,6 @@ class Llama4Config(DecoderConfig):
         return cls(
             **rotary_decoder_fields({**given, "layer_types": None})
             | {"intermediate_size": given["intermediate_size_mlp"]},
-            qkv_bias=bias,
-            o_bias=bias,
             unit_qk_norm=bool(given["use_qk_norm"]),
             query_growth=growth if given["attn_temperature_tuning"] else None,
             rotated_layers=tuple(map(bool, rotated)),
@@ -115,13 +111,13 @@ def _chunks(given: Mapping[str, Any], rotated: list[int]) -> tuple[int | None, .
 class Llama4Block(Block):
     """A layer that is rotated, with norms of queries and keys, or whose queries grow."""
 
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
     is_rotated: ClassVar[bool] = True
 
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
+    def __init__(
+        self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
+    ):
         own: dict[str, Any] = {"query_growth": None} if self.is_rotated else {"unit_qk_norm": False}
-        super().__init__(replace(config, **own), new)
+        super().__init__(replace(config, **own), new, mlp_class=mlp_class)
 
 
 @final
@@ -130,23 +126,10 @@ class _UnrotatedBlock(Llama4Block):
 
 
 @final
-class _RotatedExperts(Llama4Block):
-    mlp_class = MixtureOfExperts
-
-
-@final
-class _UnrotatedExperts(Llama4Block):
-    mlp_class = MixtureOfExperts
-    is_rotated = False
-
-
-@final
 class Llama4(Decoder):
     block_class = Llama4Block
 
     def _block_class(self, layer: int) -> type[Block]:
-        if self.config.mlp_kinds[layer] == "experts":
-            return _RotatedExperts if self.config.rotated_layers[layer] else _UnrotatedExperts
         return Llama4Block if self.config.rotated_layers[layer] else _UnrotatedBlock
 
 

@@ -132,8 +132,6 @@ def _second(given: Mapping[str, Any]) -> Mamba2Sizes:
 class MambaBlock(Block):
     """x + mixer(norm(x))."""
 
-    norm_class = RMSNorm
-
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention and an MLP
         self.norm = RMSNorm(config, new)

@@ -1,6 +1,8 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and the text of its VL model, OLMoE.
+"""Llama's layers with a mixture of experts instead of the MLP in all or some.
 
-Their layers are Llama's, with a mixture of experts instead of the MLP in all or some.
+Mixtral, Qwen2-MoE, Qwen3-MoE and the text of its VL model, OLMoE; gpt-oss, with biases, clamped
+gates and sinks of attention; Phi-3.5-MoE, with layer norms and a router that chooses two experts
+one after the other; HunYuan 1, dense and with experts, with norms of heads after the rotation.
 """
 
 from __future__ import annotations
@@ -10,22 +12,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, Fields, MLPKind, check_is
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig, Fields, MLPKind, check_is, kinds_in_turn
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
-    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.norms import RMSNorm
-from jaxserve.models.rope import Rope
-from jaxserve.models.routing import ExpertsConfig
+from jaxserve.models.rope import Rope, rope_fields
+from jaxserve.models.routing import ClampedGate, ExpertsConfig
+from jaxserve.models.weights import Weight, layer_norm
 
 _QWEN = ROTARY_FIELDS | dict(
     vocab_size=151936,
@@ -40,6 +41,7 @@ _QWEN = ROTARY_FIELDS | dict(
     decoder_sparse_step=1,
     mlp_only_layers=None,
 )
+_HUNYUAN = ROTARY_FIELDS | dict(vocab_size=290943, rms_norm_eps=1e-5, attention_bias=False)
 _FIELDS = {
     "mixtral": Fields.of(
         ROTARY_FIELDS,
@@ -105,22 +107,84 @@ _FIELDS = {
         norm_topk_prob=False,
         aliases={"num_local_experts": "num_experts"},
     ),
+    "gpt_oss": Fields.of(
+        ROTARY_FIELDS,
+        without=("hidden_act",),
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        attention_bias=True,
+        sliding_window=128,
+        layer_types=None,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        nullable=("sliding_window",),
+        aliases={"num_experts": "num_local_experts"},
+    ),
+    "phimoe": Fields.of(
+        ROTARY_FIELDS,
+        vocab_size=32064,
+        intermediate_size=6400,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        attention_bias=False,
+        lm_head_bias=False,
+        num_experts_per_tok=2,
+        num_local_experts=16,
+        router_jitter_noise=0.01,
+    ),
+    "hunyuan_v1_dense": Fields(_HUNYUAN, pad_token_id=0),
+    "hunyuan_v1_moe": Fields.of(
+        _HUNYUAN,
+        num_experts=1,
+        moe_topk=1,
+        aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+        pad_token_id=0,
+    ),
 }
+# The rotation of a gpt-oss whose config.json has none.
+_GPT_OSS_ROTATION = dict(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(DecoderConfig):
-    """Mixtral (arXiv:2401.04088), Qwen2 and 3 (2407.10671, 2505.09388), OLMoE (2409.02060)."""
+    """Mixtral (arXiv:2401.04088), Qwen2 and 3 (2407.10671, 2505.09388), OLMoE (2409.02060).
+
+    gpt-oss-20b and 120b (arXiv:2508.10925); Phi-3.5-MoE (arXiv:2404.14219), whose router is GRIN's
+    (arXiv:2409.12136); HunYuan (Tencent 2025, and Hunyuan-Large before, arXiv:2411.02265).
+
+    Attributes:
+      qk_norm_names: the names of norms of queries and keys in checkpoints.
+    """
 
     rope: Rope | None = Rope()
     expert_names: ExpertNames = ExpertNames()
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
         return cls(**_READERS[kind](given))
 
 
@@ -151,13 +215,8 @@ def _qwen2(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3(given: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(given["attention_bias"])
     return rotary_decoder_fields(given) | dict(
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        experts=_experts(given),
-        mlp_kinds=sparse_layers(given),
+        qk_norm=True, experts=_experts(given), mlp_kinds=sparse_layers(given)
     )
 
 
@@ -167,14 +226,89 @@ def _qwen3_vl(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmoe(given: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(given["attention_bias"])
     return rotary_decoder_fields(given) | dict(
-        qkv_bias=bias,
-        o_bias=bias,
-        wide_qk_norm=True,
-        qkv_clip=given["clip_qkv"],
-        experts=_experts(given),
+        wide_qk_norm=True, qkv_clip=given["clip_qkv"], experts=_experts(given)
     )
+
+
+def _gpt_oss(given: dict[str, Any]) -> dict[str, Any]:
+    if given["rope_parameters"] is None:
+        given["rope_parameters"] = _GPT_OSS_ROTATION
+    if given["layer_types"] is None:
+        given["layer_types"] = kinds_in_turn(given["num_hidden_layers"], 2)
+    experts = ExpertsConfig(
+        num=given["num_local_experts"],
+        size=given["intermediate_size"],
+        per_token=given["num_experts_per_tok"],
+        has_router_bias=True,
+        has_bias=True,
+        clamped_gate=ClampedGate(slope=given["swiglu_alpha"], limit=given["swiglu_limit"]),
+        layout="in_out",
+    )
+    names = ExpertNames(router="router.weight", router_bias="router.bias", both="(m u)")
+    return rotary_decoder_fields(given) | dict(has_sinks=True, experts=experts, expert_names=names)
+
+
+def _phimoe(given: dict[str, Any]) -> dict[str, Any]:
+    check_is(given, "num_experts_per_tok", (2,))
+    rotation = rope_fields(given)
+    if rotation.get("rope_type", rotation.get("type", "default")) != "default":
+        low, high = rotation.get("short_mscale"), rotation.get("long_mscale")
+        if low is None or low != high:
+            raise UnsupportedModelError(
+                f"short_mscale={low} and long_mscale={high} of the rotation are not supported; "
+                "give the same number for both"
+            )
+        given["rope_scaling"] = rotation | {"attention_factor": low}
+    return rotary_decoder_fields(given) | dict(
+        norm_kind="layer",
+        lm_head_bias=bool(given["lm_head_bias"]),
+        experts=ExpertsConfig(
+            num=given["num_local_experts"],
+            size=given["intermediate_size"],
+            per_token=2,
+            near_best=2.0 * given["router_jitter_noise"],
+        ),
+        expert_names=MIXTRAL_NAMES,
+    )
+
+
+def _hunyuan(given: dict[str, Any]) -> dict[str, Any]:
+    """Return HunYuan's fields: with `alpha`, a larger base of the rotation, whatever its kind says.
+
+    Published models call it "dynamic", and it does not depend on the length of a sequence.
+    """
+    rope = rope_fields(given)
+    if rope.get("rope_type", rope.get("type")) == "dynamic" and rope.get("alpha"):
+        dim = given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
+        theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
+        rope = {"rope_type": "default", "rope_theta": theta}
+    fields = rotary_decoder_fields(given | {"rope_scaling": None, "rope_parameters": rope})
+    if given["model_type"] == "hunyuan_v1_moe":
+        fields["experts"] = ExpertsConfig(
+            num=given["num_experts"],
+            size=given["intermediate_size"],
+            per_token=_of_all_layers(given, "moe_topk"),
+            shared_size=given["intermediate_size"],
+        )
+    return fields | dict(
+        qk_norm=True,
+        rotates_before_norm=True,
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        expert_names=ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
+    )
+
+
+def _of_all_layers(given: Mapping[str, Any], name: str) -> int:
+    """Return a field with one value, or with a list of the value of each layer."""
+    value = given[name]
+    values = {value} if isinstance(value, int) else set(value)
+    if len(values) != 1:
+        raise UnsupportedModelError(
+            f"{name}={value} is not supported for {given['model_type']!r}; give one value for all "
+            "layers"
+        )
+    return values.pop()
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType(
@@ -184,6 +318,9 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProx
         "qwen3_moe": _qwen3,
         "qwen3_vl_moe_text": _qwen3_vl,
         "olmoe": _olmoe,
+        "gpt_oss": _gpt_oss,
+        "phimoe": _phimoe,
+        **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _hunyuan),
     }
 )
 
@@ -209,27 +346,19 @@ def sparse_layers(given: Mapping[str, Any]) -> tuple[MLPKind, ...]:
 MIXTRAL_NAMES = ExpertNames(mlp="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
-@final
-class MoEBlock(Block):
-    norm_class = RMSNorm
-    mlp_class = MixtureOfExperts
+def _weights(config: MoEConfig) -> dict[str, Weight]:
+    weights = attention_weights(config) | mlp_weights()
+    weights |= expert_weights(config, LAYER, config.expert_names)
+    if config.qk_norm:
+        for letter, name in zip("qk", config.qk_norm_names, strict=True):
+            path = f"blocks.attention.{letter}_norm.scale"
+            weights[path] = Weight.of(f"{LAYER}self_attn.{name}.weight", "d")
+    if config.norm_kind == "layer":
+        weights |= layer_norm("norm", "model.norm")
+        weights |= layer_norm("blocks.attention_norm", LAYER + "input_layernorm")
+        weights |= layer_norm("blocks.mlp_norm", LAYER + "post_attention_layernorm")
+        weights["lm_head_bias"] = Weight.of("lm_head.bias", "v")
+    return weights
 
 
-@final
-class MoEDecoder(Decoder):
-    block_class = MoEBlock
-
-    def _block_class(self, layer: int) -> type[Block]:
-        return MoEBlock if self.config.mlp_kinds[layer] == "experts" else LlamaBlock
-
-
-FAMILY = Family(
-    fields=_FIELDS,
-    config=MoEConfig,
-    decoder=MoEDecoder,
-    weights=lambda config: (
-        attention_weights(config)
-        | mlp_weights()
-        | expert_weights(config, LAYER, config.expert_names)
-    ),
-)
+FAMILY = Family(fields=_FIELDS, config=MoEConfig, decoder=Decoder, weights=_weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, final
+from typing import Any, Self, final
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -22,10 +22,10 @@ from jaxserve.models.config import (
 )
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
+from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.families.mamba import MambaBlock
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, Sublayer, TwoLayerMLP, activation_of
+from jaxserve.models.layers import Block, Sublayer, activation_of
 from jaxserve.models.mamba import Mamba2Sizes, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
@@ -88,6 +88,8 @@ _BY_NAME: Mapping[str, tuple[LayerKind, MLPKind]] = {
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(DecoderConfig):
     """NVIDIA, arXiv:2504.03624; attention has no positions."""
+
+    is_gated: bool = False
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -156,8 +158,6 @@ def _kinds(given: Mapping[str, Any]) -> tuple[tuple[LayerKind, MLPKind], ...]:
 class AttentionBlock(Block):
     """x + attention(norm(x))."""
 
-    norm_class = RMSNorm
-
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         nnx.Module.__init__(self)  # not `Block`'s, which makes an MLP
         self.norm = RMSNorm(config, new)
@@ -169,16 +169,16 @@ class AttentionBlock(Block):
         return self.attention(x, context, norm=self.norm, residual=x)
 
 
+@final
 class MLPBlock(Block):
     """x + mlp(norm(x))."""
 
-    norm_class = RMSNorm
-    mlp_class: ClassVar[type[Sublayer]] = TwoLayerMLP
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
+    def __init__(
+        self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
+    ):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention
         self.norm = RMSNorm(config, new)
-        self.mlp = self.mlp_class(config, new)
+        self.mlp = self.new_mlp(config, new, mlp_class)
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
@@ -187,19 +187,12 @@ class MLPBlock(Block):
 
 
 @final
-class ExpertsBlock(MLPBlock):
-    mlp_class = MixtureOfExperts
-
-
-@final
 class NemotronH(Decoder):
     block_class = AttentionBlock
     recurrent_block_class = MambaBlock
 
     def _block_class(self, layer: int) -> type[Block]:
-        if self.config.layer_kinds[layer] != "mlp":
-            return super()._block_class(layer)
-        return ExpertsBlock if self.config.mlp_kinds[layer] == "experts" else MLPBlock
+        return MLPBlock if self.config.layer_kinds[layer] == "mlp" else super()._block_class(layer)
 
 
 _LAYER = "backbone.layers.{layer}."

@@ -10,11 +10,11 @@ from typing import Any, Self, final
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
+from jaxserve.models.config import DecoderConfig, Fields, NormKind, check_is, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, TwoLayerMLP, activation_of, scaled
+from jaxserve.models.layers import Block, activation_of, scaled
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
@@ -82,6 +82,8 @@ class OPTConfig(DecoderConfig):
     """Zhang et al., arXiv:2205.01068."""
 
     activation: str = "relu"
+    is_gated: bool = False
+    norm_kind: NormKind = "layer"
     norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     qkv_bias: bool = True
@@ -92,7 +94,6 @@ class OPTConfig(DecoderConfig):
     norm_first: bool = True
     # The width of token embeddings, which are projected if it is not hidden_size (350M).
     embedding_size: int
-    embedding_scale: float = 1.0
     learns_positions: bool = True  # else they are sines and cosines
     names: tuple[str, str, str] = _NAMES["opt"]
 
@@ -147,9 +148,6 @@ def _scaled(given: Mapping[str, Any]) -> dict[str, Any]:
 @final
 class OPTBlock(Block):
     """A `Block` whose norms follow the sums if `norm_first` is false."""
-
-    norm_class = LayerNorm
-    mlp_class = TwoLayerMLP
 
     def __init__(self, config: OPTConfig, new: ParamMaker):
         super().__init__(config, new)

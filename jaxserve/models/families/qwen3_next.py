@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 import numpy as np
 
-from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is, kinds_by_name
+from jaxserve.models.config import DecoderConfig, Fields, kinds_by_name, kinds_in_turn
 from jaxserve.models.convolution import convolution_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_rule import DeltaRuleMixer, DeltaRuleSizes
-from jaxserve.models.experts import ExpertNames, MixtureOfExperts, expert_weights
-from jaxserve.models.families.moe import MoEBlock, sparse_layers
+from jaxserve.models.experts import ExpertNames, expert_weights
+from jaxserve.models.families.moe import sparse_layers
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RecurrentBlock
+from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
-    LlamaBlock,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Tensor, Weight
@@ -101,18 +99,18 @@ class Qwen3NextConfig(DecoderConfig):
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
-        check_is(given, "hidden_act", ("silu", "swish"))
-        kinds = given.pop("layer_types")
+        kinds, num_layers = given.pop("layer_types"), given["num_hidden_layers"]
+        if kinds is None:
+            every = given["full_attention_interval"]
+            kinds = kinds_in_turn(num_layers, every, "linear_attention")
         if kind == "qwen3_5_moe_text":  # all of its layers have experts
             size = given["moe_intermediate_size"]
             given |= dict(intermediate_size=size, mlp_only_layers=None, decoder_sparse_step=1)
-        fields = rotary_decoder_fields(given, share=given["partial_rotary_factor"])
-        bias = bool(given["attention_bias"])
         return cls(
-            **fields,
-            qkv_bias=bias,
-            o_bias=bias,
-            layer_kinds=_layer_kinds(kinds, given["full_attention_interval"], fields["num_layers"]),
+            **rotary_decoder_fields(given, share=given["partial_rotary_factor"]),
+            layer_kinds=kinds_by_name(
+                kinds, {"full_attention": "attention", "linear_attention": "recurrent"}, num_layers
+            ),
             sorts_projections=kind == "qwen3_next",
             sorts_rates=kind == "qwen3_next",
             experts=_experts(given),
@@ -146,43 +144,14 @@ def _experts(given: Mapping[str, Any]) -> ExpertsConfig | None:
     )
 
 
-def _layer_kinds(
-    kinds: Sequence[str] | None, interval: int, num_layers: int
-) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer, or raise UnsupportedModelError for an unknown one."""
-    if kinds is None:
-        kinds = [
-            "linear_attention" if (layer + 1) % interval else "full_attention"
-            for layer in range(num_layers)
-        ]
-    return kinds_by_name(
-        kinds, {"full_attention": "attention", "linear_attention": "recurrent"}, num_layers
-    )
-
-
 @final
-class Qwen3NextDeltaBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mlp_class = GatedMLP
-    mixer_class = DeltaRuleMixer
-
-
-@final
-class SparseDeltaBlock(RecurrentBlock):
-    norm_class = RMSNorm
-    mlp_class = MixtureOfExperts
+class DeltaRuleBlock(RecurrentBlock):
     mixer_class = DeltaRuleMixer
 
 
 @final
 class Qwen3Next(Decoder):
-    block_class = LlamaBlock
-    recurrent_block_class = Qwen3NextDeltaBlock
-
-    def _block_class(self, layer: int) -> type[Block]:
-        if self.config.mlp_kinds[layer] == "dense":
-            return super()._block_class(layer)
-        return MoEBlock if self.config.layer_kinds[layer] == "attention" else SparseDeltaBlock
+    recurrent_block_class = DeltaRuleBlock
 
 
 def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:

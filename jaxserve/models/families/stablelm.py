@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, Fields
+from jaxserve.models.config import DecoderConfig, Fields, NormKind, kinds_in_turn
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, TwoLayerMLP, activation_of
+from jaxserve.models.layers import activation_of
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -18,7 +18,6 @@ from jaxserve.models.llama_form import (
     rotary_decoder_fields,
     two_layer_weights,
 )
-from jaxserve.models.norms import LayerNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight, layer_norm, neighbours
 
@@ -106,7 +105,7 @@ class StableLMConfig(DecoderConfig):
     """A decoder with layer norms, and a gated or a two-layer MLP."""
 
     rope: Rope | None = Rope()
-    is_gated: bool = True
+    norm_kind: NormKind = "layer"
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # in checkpoints, if it is not gated
     # Whether checkpoints have a tensor for the norm of each head, as StableLM, or for all.
     splits_qk_norm: bool = False
@@ -117,14 +116,19 @@ class StableLMConfig(DecoderConfig):
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
         if kind == "cohere2":
-            given["layer_types"] = given["layer_types"] or _kinds_by_pattern(given)
+            every = given["sliding_window_pattern"]
+            turns = kinds_in_turn(given["num_hidden_layers"], every)
+            given["layer_types"] = given["layer_types"] or turns
         eps = next(given[name] for name in given if name.endswith(("norm_eps", "norm_epsilon")))
         bias = bool(given.get("attention_bias", given.get("use_bias")))
-        fields: dict[str, Any] = dict(
-            **rotary_decoder_fields(
-                {**given, "rms_norm_eps": eps}, given.get("partial_rotary_factor")
-            ),
-            activation=activation_of(given, "hidden_act"),
+        activation = activation_of(given, "hidden_act")
+        fields = rotary_decoder_fields(
+            {**given, "rms_norm_eps": eps},
+            given.get("partial_rotary_factor"),
+            activations=(activation,),
+        )
+        fields |= dict(
+            activation=activation,
             qkv_bias=bias or bool(given.get("use_qkv_bias")),
             o_bias=bias,
             mlp_bias=bool(given.get("mlp_bias", given.get("use_bias"))),
@@ -159,35 +163,6 @@ def _cohere(given: Mapping[str, Any]) -> dict[str, Any]:
         kind == "sliding_attention" and window is not None for kind in given["layer_types"]
     )
     return {**fields, "rotated_layers": rotated}
-
-
-def _kinds_by_pattern(given: Mapping[str, Any]) -> list[str]:
-    every = given["sliding_window_pattern"]
-    return [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(given["num_hidden_layers"])
-    ]
-
-
-@final
-class StableLMBlock(Block):
-    norm_class = LayerNorm
-    mlp_class = GatedMLP
-
-
-@final
-class StableLMTwoLayerBlock(Block):
-    norm_class = LayerNorm
-    mlp_class = TwoLayerMLP
-
-
-@final
-class StableLM(Decoder):
-    block_class = StableLMBlock
-    config: StableLMConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def _block_class(self, layer: int) -> type[Block]:
-        return StableLMBlock if self.config.is_gated else StableLMTwoLayerBlock
 
 
 def _qk_norms(
@@ -231,4 +206,4 @@ def _weights(config: StableLMConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=StableLMConfig, decoder=StableLM, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=StableLMConfig, decoder=Decoder, weights=_weights)

@@ -15,7 +15,7 @@ from jaxserve.models.config import BY_LAYER, DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, added
 from jaxserve.models.family import Family
-from jaxserve.models.layers import ACTIVATIONS, Block, GatedMLP, TwoLayerMLP
+from jaxserve.models.layers import ACTIVATIONS, Block
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Tensor, Weight, gate_and_up
@@ -174,15 +174,9 @@ class T5Norm(nnx.Module):
         return self.norm(x).astype(self.dtype)
 
 
-def _mlp(config: DecoderConfig, new: ParamMaker) -> GatedMLP | TwoLayerMLP:
-    assert isinstance(config, T5Config)
-    return (GatedMLP if config.is_gated else TwoLayerMLP)(config, new)
-
-
 @final
 class T5EncoderBlock(Block):
     norm_class = T5Norm
-    mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
@@ -194,7 +188,6 @@ class T5EncoderBlock(Block):
 @final
 class T5Block(CrossBlock):
     norm_class = T5Norm
-    mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
 
 @final
