@@ -31,7 +31,7 @@ For calls that end thinking: vLLM's `vllm/parser` (03e8268), sglang's `reasoning
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final
 
@@ -365,8 +365,7 @@ class _TagReader:
             self._is_inside, self._is_at_start = False, True
             return True
         marks = self._ends if self._call is None else (*self._ends, self._call.begin)
-        held = max(num_begun(self._buffer, mark) for mark in marks)
-        kept = min(len(self._buffer) - held, call_at)
+        kept = min(len(self._buffer) - num_begun(self._buffer, marks), call_at)
         self._add(0, self._buffer[:kept])
         self._buffer = self._buffer[kept:]
         return False
@@ -393,7 +392,7 @@ class _TagReader:
         assert self._call is not None
         (mark,) = self._ends
         at = self._buffer.find(mark)
-        kept = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, mark)
+        kept = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, (mark,))
         text, self._buffer = self._buffer[:kept], self._buffer[kept:]
         self._text[1].append(text)
         length = len(self._call.end)
@@ -414,7 +413,7 @@ class _TagReader:
         assert self._answer is not None
         end = self._answer[1]
         at = self._buffer.find(end)
-        kept = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, end)
+        kept = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, (end,))
         self._add(1, self._buffer[:kept])
         self._buffer = self._buffer[kept:]
         if at < 0:
@@ -530,7 +529,7 @@ class _HarmonyReader:
             self._buffer = self._buffer[at + (len(end) if end == _END else 0) :]
             self._is_head = True
             return True
-        kept = len(self._buffer) - max(num_begun(self._buffer, end) for end in (_END, _START))
+        kept = len(self._buffer) - num_begun(self._buffer, (_END, _START))
         self._add(self._buffer[:kept])
         self._buffer = self._buffer[kept:]
         return False
@@ -540,11 +539,13 @@ class _HarmonyReader:
             self._text[0 if self._kind == "thinking" else 1].append(text)
 
 
-def num_begun(text: str, mark: str) -> int:
-    """Return the length of the longest proper beginning of a mark that ends the text."""
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0:
-        if mark.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(mark[0], at + 1)
-    return 0
+def num_begun(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that begins a mark, and is not all of it."""
+    found = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        if at >= 0:
+            found = max(found, len(text) - at)
+    return found

@@ -20,7 +20,6 @@ from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message,
 from jaxserve.models.response_template import RegionReader, Regions, formats_of
 from jaxserve.models.thinking import Opening, Thinking, ThinkingFormat, thinking_of
 from jaxserve.models.tokenizer_files import (
-    TokenizerParts,
     letters_of_bytes,
     read_folder_tokenizer,
     read_gguf_tokenizer,
@@ -104,7 +103,7 @@ class Tokenizer:
             from jaxserve.models.gguf import GGUFSource
 
             source = GGUFSource(source)
-        return cls._of_parts(read_gguf_tokenizer(source.file.metadata, source.where))
+        return cls(**vars(read_gguf_tokenizer(source.file.metadata, source.where)))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -113,18 +112,7 @@ class Tokenizer:
         Raises:
           CheckpointError, UnsupportedModelError: see `read_folder_tokenizer`.
         """
-        return cls._of_parts(read_folder_tokenizer(Path(folder)))
-
-    @classmethod
-    def _of_parts(cls, parts: TokenizerParts) -> Tokenizer:
-        return cls(
-            parts.backend,
-            eos_token_ids=parts.eos_token_ids,
-            chat_template=parts.chat_template,
-            tool_template=parts.tool_template,
-            special_tokens=parts.special_tokens,
-            response_template=parts.response_template,
-        )
+        return cls(**vars(read_folder_tokenizer(Path(folder))))
 
     @property
     def vocab_size(self) -> int:
@@ -159,14 +147,8 @@ class Tokenizer:
 
     def ending_at(self, tokens: Iterable[str | int]) -> Tokenizer:
         """Return a tokenizer with more end tokens; see `ids_of`."""
-        return Tokenizer(
-            self._backend,
-            eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *self.ids_of(tokens)))),
-            chat_template=self.chat_template,
-            tool_template=self.tool_template,
-            special_tokens=self.special_tokens,
-            response_template=self.response_template,
-        )
+        ends = tuple(dict.fromkeys((*self.eos_token_ids, *self.ids_of(tokens))))
+        return Tokenizer(self._backend, **self._settings | {"eos_token_ids": ends})
 
     def with_template(self, source: str) -> Tokenizer:
         """Return a tokenizer with this chat template (Jinja) in place of all others.
@@ -180,13 +162,8 @@ class Tokenizer:
             check(source)
         except TemplateError as error:
             raise InvalidConfigError(f"chat_template is not a Jinja template: {error}") from error
-        return Tokenizer(
-            self._backend,
-            eos_token_ids=self.eos_token_ids,
-            chat_template=source,
-            special_tokens=self.special_tokens,
-            response_template=self.response_template,
-        )
+        templates: dict[str, Any] = {"chat_template": source, "tool_template": None}
+        return Tokenizer(self._backend, **self._settings | templates)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
@@ -383,15 +360,19 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
-        settings = {
+        self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
+        (Path(folder) / _SETTINGS_FILE).write_text(json.dumps(self._settings), encoding="utf-8")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The arguments that, beside the backend, make an equal tokenizer."""
+        return {
             "eos_token_ids": self.eos_token_ids,
             "chat_template": self.chat_template,
             "tool_template": self.tool_template,
             "special_tokens": self.special_tokens,
             "response_template": self.response_template,
         }
-        self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
-        (Path(folder) / _SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files of a Hugging Face tokenizer into an existing folder.

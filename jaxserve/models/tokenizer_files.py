@@ -15,7 +15,7 @@ import base64
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -220,12 +220,17 @@ def _byte_level_bpe(
     pairs = _merges(metadata, where)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = _bpe(where, vocabulary, pairs, ignore_merges=pre.ignore_merges)
+    _split_to_bytes(backend, map(Regex, pre.patterns))
+    return backend, pre.add_bos
+
+
+def _split_to_bytes(backend: Tokenizer, patterns: Iterable[Regex]) -> None:
+    """Cut a text by these patterns, one after another, and write its bytes as letters."""
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        [pre_tokenizers.Split(pattern, "isolated") for pattern in patterns]
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, pre.add_bos
 
 
 def _merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
@@ -493,13 +498,7 @@ def _tekken(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
     ]
     vocabulary = {token: i for i, token in enumerate([*special, *texts])}
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    _split_to_bytes(backend, (pattern,))
     backend.add_special_tokens([AddedToken(text, special=True) for text in special])
     backend.post_processor = surround(special.index("<s>"), None, special)
     return backend, {name: text for name, text in _TEKKEN_NAMES.items() if text in special}

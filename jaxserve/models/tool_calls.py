@@ -174,16 +174,7 @@ LIST = ToolFormat(
     opening="[",
     closing="]",
 )
-MISTRAL = ToolFormat(
-    JsonCall(),
-    "[TOOL_CALLS]",
-    "",
-    between=", ",
-    separator=None,
-    opening="[",
-    closing="]",
-    id_length=9,
-)
+MISTRAL = replace(LIST, begin="[TOOL_CALLS]", end="", id_length=9)
 MISTRAL_ARGS = ToolFormat(
     NamedCall("", "[ARGS]", "", JsonArguments(), mark="[ARGS]"),
     "[TOOL_CALLS]",
@@ -195,28 +186,14 @@ MISTRAL_ARGS = ToolFormat(
 LLAMA3 = ToolFormat(
     JsonCall("parameters"), "", "", between=None, separator="; ", other_begins=("<|python_tag|>",)
 )
-PYTHONIC = ToolFormat(
-    NamedCall("", "(", ")", PythonArguments()),
-    "",
-    "",
-    between=", ",
-    separator=None,
-    opening="[",
-    closing="]",
-    other_begins=("<|python_start|>", "<|python_tag|>"),
+LFM2 = replace(
+    LIST,
+    call=NamedCall("", "(", ")", PythonArguments()),
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
 )
-LFM2 = ToolFormat(
-    NamedCall("", "(", ")", PythonArguments()),
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
-    between=", ",
-    separator=None,
-    opening="[",
-    closing="]",
-)
-NEMOTRON = ToolFormat(
-    JsonCall(), "<TOOLCALL>", "</TOOLCALL>", between=", ", separator=None, opening="[", closing="]"
-)
+PYTHONIC = replace(LFM2, begin="", end="", other_begins=("<|python_start|>", "<|python_tag|>"))
+NEMOTRON = replace(LIST, begin="<TOOLCALL>", end="</TOOLCALL>")
 COMMAND = ToolFormat(
     JsonCall("parameters", name="tool_name", number="tool_call_id"),
     "<|START_ACTION|>",
@@ -226,16 +203,7 @@ COMMAND = ToolFormat(
     opening="[\n    ",
     closing="\n]",
 )
-GRANITE = ToolFormat(
-    JsonCall(),
-    "<|tool_call|>",
-    "",
-    between=", ",
-    separator=None,
-    opening="[",
-    closing="]",
-    other_begins=("<tool_call>",),
-)
+GRANITE = replace(LIST, begin="<|tool_call|>", end="", other_begins=("<tool_call>",))
 TOOL_CALLS = replace(LIST, begin="<tool_calls>", end="</tool_calls>")
 APERTUS = replace(
     LIST, call=JsonCall(is_keyed=True), begin="<|tools_prefix|>", end="<|tools_suffix|>"

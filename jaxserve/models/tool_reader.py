@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from jaxserve.models import tool_values
+from jaxserve.models.thinking import num_begun
 from jaxserve.models.tool_calls import (
     JsonArguments,
     JsonCall,
@@ -169,7 +170,7 @@ class CallReader:
                 yield
                 continue
             found = [(at, b) for b in self._begins if (at := buffer.find(b)) >= 0]
-            at, begin = min(found, default=(len(buffer) - _num_begun(buffer, self._begins), ""))
+            at, begin = min(found, default=(len(buffer) - num_begun(buffer, self._begins), ""))
             self._say_or_hold(buffer[:at])
             self._buffer = buffer[at:]
             if begin:
@@ -313,7 +314,7 @@ class CallReader:
         num = 0
         while True:
             at = self._buffer.find(tag)
-            length = at if at >= 0 else len(self._buffer) - _num_begun(self._buffer, (tag,))
+            length = at if at >= 0 else len(self._buffer) - num_begun(self._buffer, (tag,))
             num += length
             if most is not None and num > most:
                 raise _NotACallError
@@ -331,7 +332,7 @@ class CallReader:
                 first = min(ats, key=ats.__getitem__)
                 self._take(ats[first])
                 return first == tag
-            self._take(len(self._buffer) - _num_begun(self._buffer, (tag, end)))
+            self._take(len(self._buffer) - num_begun(self._buffer, (tag, end)))
             yield from self._more()
 
     # ---- calls ----
@@ -564,7 +565,7 @@ class CallReader:
             buffer = self._buffer
             at = buffer.find(end)
             if at < 0:
-                at = len(buffer) - _num_begun(buffer, (end,))
+                at = len(buffer) - num_begun(buffer, (end,))
                 rest = None
             else:
                 rest = buffer[at + len(end) :].lstrip()
@@ -675,15 +676,3 @@ class CallReader:
 
 def _drop(_: str) -> None:
     """Ignore a text."""
-
-
-def _num_begun(text: str, tags: Sequence[str]) -> int:
-    """Return the length of the longest end of a text that begins a tag."""
-    found = 0
-    for tag in tags:
-        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
-        while at >= 0 and not tag.startswith(text[at:]):
-            at = text.find(tag[0], at + 1)
-        if at >= 0:
-            found = max(found, len(text) - at)
-    return found
