@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -18,7 +18,7 @@ from jaxserve.kernels import RopeTables, Rows, paged_attention, rotate_and_write
 from jaxserve.kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.config import DecoderConfig, LayerKind
-from jaxserve.models.recurrence import Advance, Inputs, State, advance_rows
+from jaxserve.models.recurrence import Advance, Arrays, Inputs, State, advance_rows
 from jaxserve.sharding.shards import TENSOR, over_tensor
 
 # How arrays are split over a mesh: heads [tokens, heads, ...], pages [layers, pages, heads, ...].
@@ -423,9 +423,7 @@ def empty_cache(
     )
 
 
-def state_arrays(
-    config: DecoderConfig,
-) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+def state_arrays(config: DecoderConfig) -> Arrays:
     """Return shape and dtype of each array that a recurrent layer keeps of a sequence."""
     return {} if config.recurrence is None else config.recurrence.arrays(config.dtype)
 

@@ -197,19 +197,14 @@ class DecoderConfig:
     generates: bool = True
 
     def __post_init__(self) -> None:
-        if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
-        if not self.attention_chunks:
-            object.__setattr__(self, "attention_chunks", (None,) * self.num_layers)
-        if not self.kv_sources:
-            object.__setattr__(self, "kv_sources", (None,) * self.num_layers)
-        if not self.rotated_layers:
-            object.__setattr__(self, "rotated_layers", (True,) * self.num_layers)
-        if not self.layer_kinds:
-            object.__setattr__(self, "layer_kinds", ("attention",) * self.num_layers)
-        if not self.mlp_kinds:
-            kind = "dense" if self.experts is None else "experts"
-            object.__setattr__(self, "mlp_kinds", (kind,) * self.num_layers)
+        by_layer: dict[str, Any] = dict.fromkeys(BY_LAYER) | dict(
+            rotated_layers=True,
+            layer_kinds="attention",
+            mlp_kinds="dense" if self.experts is None else "experts",
+        )
+        for name, default in by_layer.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * self.num_layers)
         for name in _SIZES:
             value = getattr(self, name)
             if value < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +16,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.recurrence import Arrays, Inputs, State
 from jaxserve.models.weights import Weight
 
 
@@ -76,9 +75,7 @@ class ConvolutionSizes:
     def __post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`."""
         return {"window": ((self.kernel_size - 1, self.channels), dtype)}
 

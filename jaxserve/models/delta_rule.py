@@ -12,7 +12,6 @@ is the solution of a triangular system.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -28,7 +27,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import CausalConvolution, check_kernel_size
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State, computed_once
+from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
 
 _LENGTH_EPS = 1e-6  # the number that is added to the square of a length
 
@@ -72,9 +71,7 @@ class DeltaRuleSizes:
         """The width of the convolution: queries, keys and values."""
         return 2 * self.keys + self.inner
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
             "window": ((self.kernel_size - 1, self.channels), dtype),

@@ -21,7 +21,7 @@ from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import normed, with_residual
 from jaxserve.models.routing import choose, sum_few
-from jaxserve.models.weights import Tensor, Weight, gate_and_up
+from jaxserve.models.weights import Tensor, Weight, gated_mlp, two_layer_mlp
 from jaxserve.sharding.shards import (
     TENSOR,
     num_tensor_shards,
@@ -251,16 +251,8 @@ def expert_weights(config: DecoderConfig, layer: str, names: ExpertNames) -> dic
         f"{path}experts.down": Weight("n m e", tuple(downs)),
         f"{path}experts.bgate_up": Weight("n u m", tuple(gate_up_biases)),
         f"{path}experts.bdown": Weight.of(down_bias, "n e"),
-        f"{path}shared.gate_up": gate_and_up(
-            f"{shared}gate_proj.weight", f"{shared}up_proj.weight", "weight"
-        ),
-        f"{path}shared.bgate_up": gate_and_up(
-            f"{shared}gate_proj.bias", f"{shared}up_proj.bias", "bias"
-        ),
-        f"{path}shared.up": Weight.of(f"{shared}up_proj.weight", "e m", "m e"),
-        f"{path}shared.bup": Weight.of(f"{shared}up_proj.bias", "m"),
-        f"{path}shared.bdown": Weight.of(f"{shared}down_proj.bias"),
-        f"{path}shared.down": Weight.of(f"{shared}down_proj.weight", "m e", "e m"),
+        **two_layer_mlp(f"{path}shared", f"{shared}up_proj", f"{shared}down_proj"),
+        **gated_mlp(f"{path}shared", shared),
         f"{path}latent_in": Weight.of(mlp + names.latent_in + ".weight", "e l", "l e"),
         f"{path}blatent_in": Weight.of(mlp + names.latent_in + ".bias", "l"),
         f"{path}latent_out": Weight.of(mlp + names.latent_out + ".weight", "l e", "e l"),

@@ -107,7 +107,6 @@ class GatedMLP(SumsRows):
         )
 
 
-@final
 class TwoLayerMLP(SumsRows):
     """down(activation(up(x))).
 
@@ -134,8 +133,11 @@ class TwoLayerMLP(SumsRows):
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         linear = Linear(self.up, self.bup, row_kernels=self.row_kernels)
-        x = projected(linear, x, context.adapter, norm=norm)
-        return _down(self, ACTIVATIONS[self.activation](x), context, residual)
+        x = self._activated(projected(linear, x, context.adapter, norm=norm))
+        return _down(self, x, context, residual)
+
+    def _activated(self, x: Float[Array, "tokens mlp"]) -> Float[Array, "tokens mlp"]:
+        return ACTIVATIONS[self.activation](x)
 
 
 def gate_of(activation: str) -> Gate:

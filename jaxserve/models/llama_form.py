@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.models.config import DecoderConfig, check_is, windows_by_kind
 from jaxserve.models.rope import Rope, rope_fields
-from jaxserve.models.weights import Weight, gate_and_up, split_qkv
+from jaxserve.models.weights import Weight, gated_mlp, split_qkv, two_layer_mlp
 
 # Fields that Llama and its relatives share, with Llama's defaults.
 ROTARY_FIELDS = dict(
@@ -124,17 +124,7 @@ def attention_weights(
 
 def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
     """Return the weights of a `GatedMLP` under Llama's names, with its own instead of `mlp.`."""
-    mlp = LAYER + name
-    return {
-        **{
-            f"blocks.mlp.{name}": gate_and_up(
-                f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}", kind
-            )
-            for name, kind in (("gate_up", "weight"), ("bgate_up", "bias"))
-        },
-        "blocks.mlp.down": Weight.of(mlp + "down_proj.weight", "m e", "e m"),
-        "blocks.mlp.bdown": Weight.of(mlp + "down_proj.bias"),
-    }
+    return gated_mlp("blocks.mlp", LAYER + name)
 
 
 def llama_weights(config: DecoderConfig) -> dict[str, Weight]:
@@ -144,10 +134,4 @@ def llama_weights(config: DecoderConfig) -> dict[str, Weight]:
 
 def two_layer_weights(up: str = "up_proj", down: str = "down_proj") -> dict[str, Weight]:
     """Return the weights of a `TwoLayerMLP` under Llama's names."""
-    mlp = LAYER + "mlp."
-    return {
-        "blocks.mlp.up": Weight.of(f"{mlp}{up}.weight", "e m", "m e"),
-        "blocks.mlp.bup": Weight.of(f"{mlp}{up}.bias", "m"),
-        "blocks.mlp.down": Weight.of(f"{mlp}{down}.weight", "m e", "e m"),
-        "blocks.mlp.bdown": Weight.of(f"{mlp}{down}.bias"),
-    }
+    return two_layer_mlp("blocks.mlp", f"{LAYER}mlp.{up}", f"{LAYER}mlp.{down}")

@@ -27,7 +27,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import CausalConvolution, check_kernel_size, convolution_weights
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State, computed_once
+from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
 from jaxserve.models.weights import Weight
 
 
@@ -71,9 +71,7 @@ class Mamba2Sizes:
         """The width of the convolution: x, B and C."""
         return self.inner + 2 * self.num_groups * self.state_size
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
             "window": ((self.kernel_size - 1, self.channels), dtype),

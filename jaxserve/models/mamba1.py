@@ -11,7 +11,6 @@ are projections of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -27,7 +26,7 @@ from jaxserve.models.convolution import CausalConvolution, check_kernel_size, co
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import RMSNorm, UnitRMSNorm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.recurrence import Arrays, Inputs, State
 from jaxserve.models.weights import Weight
 
 
@@ -58,9 +57,7 @@ class Mamba1Sizes:
     def __post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
             "window": ((self.kernel_size - 1, self.inner), dtype),
@@ -76,9 +73,7 @@ class _Array:
     sizes: Mamba1Sizes
     name: str
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         return {self.name: self.sizes.arrays(dtype)[self.name]}
 
 

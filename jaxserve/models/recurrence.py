@@ -35,12 +35,14 @@ Inputs = Mapping[str, Float[Array, "tokens ..."]]
 Advance = Callable[[State, Inputs, Int32[Array, ""]], tuple[Float[Array, "tokens ..."], State]]
 
 
+# Shape and dtype of each array of one sequence's state in one layer.
+Arrays = Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]
+
+
 class Recurrence(Protocol):
     """The sizes of a kind of recurrent layer: frozen and hashable."""
 
-    def arrays(
-        self, dtype: jax.typing.DTypeLike
-    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return shape and dtype of each array of one sequence's state in one layer.
 
         A sequence begins with zeros. `dtype` is that of the activations.
@@ -109,7 +111,7 @@ def advance_whole(
     advance: Advance,
     inputs: Inputs,
     length: int,
-    arrays: Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]],
+    arrays: Arrays,
     *,
     longest: int = PIECE,
 ) -> Float[Array, "tokens ..."]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Literal, Self, final
+from typing import Any, Literal, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,24 @@ class ExpertsConfig:
     shared_size: int | None = None
     has_shared_gate: bool = False
     layout: ExpertLayout = "each"
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any], **own: Any) -> Self:
+        """Read the fields that most families have under one of these names; `own` precede them.
+
+        `given` is the result of `config.Fields.read`. Absent fields have the values above.
+        """
+        numbers = (given.get(name) for name in ("num_experts", "num_local_experts"))
+        found = dict(
+            num=next((n for n in numbers if n is not None), given.get("n_routed_experts")) or 0,
+            size=given.get("moe_intermediate_size", given.get("intermediate_size")),
+            per_token=given.get("num_experts_per_tok") or 0,
+            normalises_gates=bool(given.get("norm_topk_prob", True)),
+            gate_scale=float(given.get("routed_scaling_factor", 1.0)),
+            num_groups=given.get("n_group", 1),
+            num_chosen_groups=given.get("topk_group", 1),
+        )
+        return cls(**(found | own))
 
     def fitted_to(self, shapes: Mapping[str, tuple[int, ...]], width: int) -> Self:
         """Return the configuration with the layout of a checkpoint's tensors.

@@ -289,6 +289,29 @@ def layer_norm(path: str, name: str) -> dict[str, Weight]:
     return {f"{path}.scale": Weight.of(f"{name}.weight"), f"{path}.bias": Weight.of(f"{name}.bias")}
 
 
+def two_layer_mlp(path: str, up: str, down: str) -> dict[str, Weight]:
+    """Return the parameters of a `TwoLayerMLP` at `path`, from the tensors of two modules."""
+    return {
+        f"{path}.up": Weight.of(f"{up}.weight", "e m", "m e"),
+        f"{path}.bup": Weight.of(f"{up}.bias", "m"),
+        f"{path}.down": Weight.of(f"{down}.weight", "m e", "e m"),
+        f"{path}.bdown": Weight.of(f"{down}.bias"),
+    }
+
+
+def gated_mlp(
+    path: str, mlp: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Weight]:
+    """Return the parameters of a `GatedMLP` at `path`; `mlp` begins the names of its modules."""
+    gate, up, down = (mlp + name for name in names)
+    return {
+        f"{path}.gate_up": gate_and_up(f"{gate}.weight", f"{up}.weight", "weight"),
+        f"{path}.bgate_up": gate_and_up(f"{gate}.bias", f"{up}.bias", "bias"),
+        f"{path}.down": Weight.of(f"{down}.weight", "m e", "e m"),
+        f"{path}.bdown": Weight.of(f"{down}.bias"),
+    }
+
+
 def gate_and_up(gate: str, up: str, kind: str) -> Weight:
     """Return the fused projection of `GatedMLP`, from two tensors."""
     axes, layout = ("e u m", "m e") if kind == "weight" else ("u m", "m")

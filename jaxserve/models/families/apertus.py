@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig, Fields
-from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
-from jaxserve.models.linear import Linear, SumsRows
+from jaxserve.models.layers import Block, TwoLayerMLP
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -23,9 +21,7 @@ from jaxserve.models.llama_form import (
     rotary_decoder_fields,
     two_layer_weights,
 )
-from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.projection import projected
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
@@ -70,7 +66,7 @@ class ApertusConfig(DecoderConfig):
 
 
 @final
-class XieluMLP(SumsRows):
+class XieluMLP(TwoLayerMLP):
     """down(xielu(up(x))); xIELU (Huang and Schlag, arXiv:2411.13010) is quadratic above zero.
 
     up, down                           as in `TwoLayerMLP`
@@ -78,24 +74,9 @@ class XieluMLP(SumsRows):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        embed, mlp = config.hidden_size, config.intermediate_size
-        self.up = new.weight(("embed", "mlp"), (embed, mlp))
-        self.down = new.weight(("mlp", "embed"), (mlp, embed))
+        super().__init__(config, new)
         self.alpha_positive = new.ones((None,), (1,))
         self.alpha_negative = new.ones((None,), (1,))
-
-    def __call__(
-        self,
-        x: Float[Array, "tokens embed"],
-        context: LayerContext,
-        *,
-        norm: Norm | None = None,
-        residual: Float[Array, "tokens embed"] | None = None,
-    ) -> Float[Array, "tokens embed"]:
-        up = Linear(self.up, row_kernels=self.row_kernels)
-        x = self._activated(projected(up, x, context.adapter, norm=norm))
-        down = Linear(self.down, row_kernels=self.row_kernels)
-        return projected(down, x, context.adapter, residual=residual)
 
     def _activated(self, x: Float[Array, "tokens mlp"]) -> Float[Array, "tokens mlp"]:
         wide = x.astype(jnp.float32)

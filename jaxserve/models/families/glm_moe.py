@@ -141,21 +141,14 @@ def _dots(given: dict[str, Any]) -> dict[str, Any]:
 
 def grouped_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields about experts of models whose routers are DeepSeek-V3's."""
-    num, size = given["n_routed_experts"] or 0, given["moe_intermediate_size"]
     num_layers = given["num_hidden_layers"]
-    first = given["first_k_dense_replace"] if num else num_layers
+    first = given["first_k_dense_replace"] if given["n_routed_experts"] else num_layers
     return dict(
-        experts=ExpertsConfig(
-            num=num,
-            size=size,
-            per_token=given["num_experts_per_tok"] or 0,
+        experts=ExpertsConfig.from_hf(
+            given,
             scores="sigmoid",
-            normalises_gates=bool(given["norm_topk_prob"]),
-            gate_scale=float(given["routed_scaling_factor"]),
-            num_groups=given["n_group"],
-            num_chosen_groups=given["topk_group"],
             has_correction=True,
-            shared_size=size * (given["n_shared_experts"] or 0) or None,
+            shared_size=given["moe_intermediate_size"] * (given["n_shared_experts"] or 0) or None,
         ),
         mlp_kinds=tuple("dense" if i < first else "experts" for i in range(num_layers)),
         expert_names=_SEVERAL_SHARED,
@@ -195,13 +188,7 @@ def _minimax(given: dict[str, Any]) -> dict[str, Any]:
         share = 1.0 if given["rotary_dim"] is None else given["rotary_dim"] / given["head_dim"]
     return rotary_decoder_fields(given, share) | dict(
         wide_qk_norm=True,
-        experts=ExpertsConfig(
-            num=given["num_local_experts"],
-            size=given["intermediate_size"],
-            per_token=given["num_experts_per_tok"],
-            scores="sigmoid",
-            has_correction=True,
-        ),
+        experts=ExpertsConfig.from_hf(given, scores="sigmoid", has_correction=True),
         expert_names=replace(MIXTRAL_NAMES, correction="e_score_correction_bias"),
     )
 

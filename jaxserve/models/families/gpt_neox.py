@@ -24,7 +24,7 @@ from jaxserve.models.layers import activation_of
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
-from jaxserve.models.weights import Weight, layer_norm
+from jaxserve.models.weights import Weight, layer_norm, two_layer_mlp
 
 _BLOOM_CONTEXT = 2048  # of its training; ALiBi has no limit, and config.json no field
 _FIELDS = {
@@ -279,10 +279,7 @@ def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
         f"{path}bqkv": Weight.of(attention + "query_key_value.bias", "k x d", "(k x d)"),
         f"{path}wo": Weight.of(attention + "dense.weight", "k g d e", "e (k g d)"),
         f"{path}bo": Weight.of(attention + "dense.bias"),
-        "blocks.mlp.up": Weight.of(mlp + "dense_h_to_4h.weight", "e m", "m e"),
-        "blocks.mlp.bup": Weight.of(mlp + "dense_h_to_4h.bias", "m"),
-        "blocks.mlp.down": Weight.of(mlp + "dense_4h_to_h.weight", "m e", "e m"),
-        "blocks.mlp.bdown": Weight.of(mlp + "dense_4h_to_h.bias"),
+        **two_layer_mlp("blocks.mlp", mlp + "dense_h_to_4h", mlp + "dense_4h_to_h"),
         **layer_norm("embedding_norm", f"{names.embedding}_layernorm"),
         **layer_norm("norm", names.norm),
         **layer_norm(f"{path}q_norm", attention + "q_layernorm"),

@@ -83,13 +83,8 @@ class GraniteConfig(DecoderConfig):
             logits_scale=1.0 / given["logits_scaling"],
         )
         if given.get("num_local_experts"):
-            fields["experts"] = ExpertsConfig(
-                num=given["num_local_experts"],
-                size=given["intermediate_size"],
-                per_token=given["num_experts_per_tok"],
-                shared_size=given.get("shared_intermediate_size") or None,
-                layout="out_in",
-            )
+            shared = given.get("shared_intermediate_size") or None
+            fields["experts"] = ExpertsConfig.from_hf(given, shared_size=shared, layout="out_in")
         if given["model_type"] == "granitemoehybrid":
             fields |= _hybrid(given)
         return cls(**fields)

@@ -67,12 +67,7 @@ class JambaConfig(DecoderConfig):
             tie_word_embeddings=bool(given["tie_word_embeddings"]),
             layer_kinds=tuple("attention" if i in attention else "recurrent" for i in layers),
             mlp_kinds=tuple("experts" if has_experts and i in sparse else "dense" for i in layers),
-            experts=ExpertsConfig(
-                num=given["num_experts"],
-                size=given["intermediate_size"],
-                per_token=given["num_experts_per_tok"],
-                normalises_gates=False,
-            ),
+            experts=ExpertsConfig.from_hf(given, normalises_gates=False),
             recurrence=mamba1_sizes(
                 given["hidden_size"],
                 expand=given["mamba_expand"],

@@ -15,7 +15,7 @@ from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
-from jaxserve.models.weights import Weight, gate_and_up
+from jaxserve.models.weights import Weight, gated_mlp
 
 _SHARED = dict(
     vocab_size=65536,
@@ -95,14 +95,8 @@ def _mixture(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     num_layers, num_dense = given["num_hidden_layers"], given["num_dense_layers"]
     return dict(
-        experts=ExpertsConfig(
-            num=given["num_experts"],
-            size=given["moe_intermediate_size"],
-            per_token=given["num_experts_per_tok"],
-            scores="sigmoid",
-            normalises_gates=bool(given["norm_topk_prob"]),
-            gate_scale=float(given["routed_scaling_factor"]),
-            has_correction=bool(given["use_expert_bias"]),
+        experts=ExpertsConfig.from_hf(
+            given, scores="sigmoid", has_correction=bool(given["use_expert_bias"])
         ),
         mlp_kinds=tuple("dense" if i < num_dense else "experts" for i in range(num_layers)),
     )
@@ -142,7 +136,7 @@ _NAMES = ExpertNames(mlp="feed_forward.", correction="expert_bias", gate="w1", u
 
 
 def _weights(config: LFM2Config) -> dict[str, Weight]:
-    attention, mixer, mlp = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
+    attention, mixer = LAYER + "self_attn.", LAYER + "conv."
     return {
         **attention_weights(config),
         **expert_weights(config, LAYER, _NAMES),
@@ -157,8 +151,7 @@ def _weights(config: LFM2Config) -> dict[str, Weight]:
         "blocks.mixer.out": Weight.of(mixer + "out_proj.weight", "c e", "e c"),
         "blocks.mixer.bout": Weight.of(mixer + "out_proj.bias"),
         "blocks.mlp_norm.scale": Weight.of(LAYER + "ffn_norm.weight"),
-        "blocks.mlp.gate_up": gate_and_up(f"{mlp}w1.weight", f"{mlp}w3.weight", "weight"),
-        "blocks.mlp.down": Weight.of(mlp + "w2.weight", "m e", "e m"),
+        **gated_mlp("blocks.mlp", LAYER + "feed_forward.", ("w1", "w3", "w2")),
         "norm.scale": Weight.of("model.embedding_norm.weight"),
     }
 

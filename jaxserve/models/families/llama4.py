@@ -80,10 +80,8 @@ class Llama4Config(DecoderConfig):
             query_growth=growth if given["attn_temperature_tuning"] else None,
             rotated_layers=tuple(map(bool, rotated)),
             attention_chunks=_chunks(given, rotated),
-            experts=ExpertsConfig(
-                num=given["num_local_experts"],
-                size=given["intermediate_size"],
-                per_token=given["num_experts_per_tok"],
+            experts=ExpertsConfig.from_hf(
+                given,
                 scores="sigmoid",
                 normalises_gates=False,
                 scales_input=True,

@@ -189,14 +189,8 @@ class MoEConfig(DecoderConfig):
 
 
 def _mixtral(given: dict[str, Any]) -> dict[str, Any]:
-    return rotary_decoder_fields(given) | dict(
-        experts=ExpertsConfig(
-            num=given["num_local_experts"],
-            size=given["intermediate_size"],
-            per_token=given["num_experts_per_tok"],
-        ),
-        expert_names=MIXTRAL_NAMES,
-    )
+    experts = ExpertsConfig.from_hf(given)
+    return rotary_decoder_fields(given) | dict(experts=experts, expert_names=MIXTRAL_NAMES)
 
 
 def _qwen2(given: dict[str, Any]) -> dict[str, Any]:
@@ -206,9 +200,8 @@ def _qwen2(given: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention" if i % 2 == 0 and i < last else "full_attention"
             for i in range(num_layers)
         ]
-    experts = replace(
-        _experts(given), shared_size=given["shared_expert_intermediate_size"], has_shared_gate=True
-    )
+    size = given["shared_expert_intermediate_size"]
+    experts = ExpertsConfig.from_hf(given, shared_size=size, has_shared_gate=True)
     return rotary_decoder_fields(given) | dict(
         qkv_bias=bool(given["qkv_bias"]), experts=experts, mlp_kinds=sparse_layers(given)
     )
@@ -216,7 +209,7 @@ def _qwen2(given: dict[str, Any]) -> dict[str, Any]:
 
 def _qwen3(given: dict[str, Any]) -> dict[str, Any]:
     return rotary_decoder_fields(given) | dict(
-        qk_norm=True, experts=_experts(given), mlp_kinds=sparse_layers(given)
+        qk_norm=True, experts=ExpertsConfig.from_hf(given), mlp_kinds=sparse_layers(given)
     )
 
 
@@ -227,7 +220,7 @@ def _qwen3_vl(given: dict[str, Any]) -> dict[str, Any]:
 
 def _olmoe(given: dict[str, Any]) -> dict[str, Any]:
     return rotary_decoder_fields(given) | dict(
-        wide_qk_norm=True, qkv_clip=given["clip_qkv"], experts=_experts(given)
+        wide_qk_norm=True, qkv_clip=given["clip_qkv"], experts=ExpertsConfig.from_hf(given)
     )
 
 
@@ -236,10 +229,8 @@ def _gpt_oss(given: dict[str, Any]) -> dict[str, Any]:
         given["rope_parameters"] = _GPT_OSS_ROTATION
     if given["layer_types"] is None:
         given["layer_types"] = kinds_in_turn(given["num_hidden_layers"], 2)
-    experts = ExpertsConfig(
-        num=given["num_local_experts"],
-        size=given["intermediate_size"],
-        per_token=given["num_experts_per_tok"],
+    experts = ExpertsConfig.from_hf(
+        given,
         has_router_bias=True,
         has_bias=True,
         clamped_gate=ClampedGate(slope=given["swiglu_alpha"], limit=given["swiglu_limit"]),
@@ -263,12 +254,7 @@ def _phimoe(given: dict[str, Any]) -> dict[str, Any]:
     return rotary_decoder_fields(given) | dict(
         norm_kind="layer",
         lm_head_bias=bool(given["lm_head_bias"]),
-        experts=ExpertsConfig(
-            num=given["num_local_experts"],
-            size=given["intermediate_size"],
-            per_token=2,
-            near_best=2.0 * given["router_jitter_noise"],
-        ),
+        experts=ExpertsConfig.from_hf(given, near_best=2.0 * given["router_jitter_noise"]),
         expert_names=MIXTRAL_NAMES,
     )
 
@@ -285,9 +271,8 @@ def _hunyuan(given: dict[str, Any]) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": theta}
     fields = rotary_decoder_fields(given | {"rope_scaling": None, "rope_parameters": rope})
     if given["model_type"] == "hunyuan_v1_moe":
-        fields["experts"] = ExpertsConfig(
-            num=given["num_experts"],
-            size=given["intermediate_size"],
+        fields["experts"] = ExpertsConfig.from_hf(
+            given,
             per_token=_of_all_layers(given, "moe_topk"),
             shared_size=given["intermediate_size"],
         )
@@ -323,16 +308,6 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProx
         **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _hunyuan),
     }
 )
-
-
-def _experts(given: Mapping[str, Any]) -> ExpertsConfig:
-    """Return the experts of Qwen's models and OLMoE, without shared ones."""
-    return ExpertsConfig(
-        num=given["num_experts"],
-        size=given.get("moe_intermediate_size", given["intermediate_size"]),
-        per_token=given["num_experts_per_tok"],
-        normalises_gates=bool(given["norm_topk_prob"]),
-    )
 
 
 def sparse_layers(given: Mapping[str, Any]) -> tuple[MLPKind, ...]:

@@ -30,7 +30,7 @@ from jaxserve.models.mamba import Mamba2Sizes, mixer_weights
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.routing import ExpertsConfig
-from jaxserve.models.weights import Weight, split_qkv
+from jaxserve.models.weights import Weight, split_qkv, two_layer_mlp
 
 _FIELDS = {
     "nemotron_h": Fields.of(
@@ -107,17 +107,11 @@ class NemotronHConfig(DecoderConfig):
             min_step=given["time_step_min"],
             max_step=math.inf,
         )
-        experts = ExpertsConfig(
-            num=given["n_routed_experts"],
-            size=given["moe_intermediate_size"],
-            per_token=given["num_experts_per_tok"],
+        experts = ExpertsConfig.from_hf(
+            given,
             latent_size=given["moe_latent_size"],
             is_gated=False,
             scores="sigmoid",
-            normalises_gates=bool(given["norm_topk_prob"]),
-            gate_scale=float(given["routed_scaling_factor"]),
-            num_groups=given["n_group"],
-            num_chosen_groups=given["topk_group"],
             has_correction=True,
             shared_size=given["moe_shared_expert_intermediate_size"],
         )
@@ -208,10 +202,7 @@ def _weights(config: NemotronHConfig) -> dict[str, Weight]:
         **mixer_weights("blocks.mixer.", _PART),
         "blocks.attention.wqkv": split_qkv(_PART, "weight", config.group),
         "blocks.attention.wo": Weight.of(_PART + "o_proj.weight", "k g d e", "e (k g d)"),
-        "blocks.mlp.up": Weight.of(_PART + "up_proj.weight", "e m", "m e"),
-        "blocks.mlp.bup": Weight.of(_PART + "up_proj.bias", "m"),
-        "blocks.mlp.down": Weight.of(_PART + "down_proj.weight", "m e", "e m"),
-        "blocks.mlp.bdown": Weight.of(_PART + "down_proj.bias"),
+        **two_layer_mlp("blocks.mlp", _PART + "up_proj", _PART + "down_proj"),
         **expert_weights(config, _LAYER, ExpertNames(mlp="mixer.", shared="shared_experts.")),
     }
 

@@ -18,7 +18,7 @@ from jaxserve.models.layers import Block, activation_of, scaled
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.weights import Weight, layer_norm, split_qkv
+from jaxserve.models.weights import Weight, layer_norm, split_qkv, two_layer_mlp
 
 _FIRST_POSITION = 2  # checkpoints have two rows before it, for padding
 _FIELDS = {
@@ -243,10 +243,7 @@ def _weights(config: OPTConfig) -> dict[str, Weight]:
         "blocks.attention.bqkv": split_qkv(attention, "bias", config.group),
         "blocks.attention.wo": Weight.of(attention + "out_proj.weight", "k g d e", "e (k g d)"),
         "blocks.attention.bo": Weight.of(attention + "out_proj.bias"),
-        "blocks.mlp.up": Weight.of(layer + "fc1.weight", "e m", "m e"),
-        "blocks.mlp.bup": Weight.of(layer + "fc1.bias", "m"),
-        "blocks.mlp.down": Weight.of(layer + "fc2.weight", "m e", "e m"),
-        "blocks.mlp.bdown": Weight.of(layer + "fc2.bias"),
+        **two_layer_mlp("blocks.mlp", layer + "fc1", layer + "fc2"),
         **layer_norm("norm", model + norm),
         **layer_norm("blocks.attention_norm", layer + "self_attn_layer_norm"),
         **layer_norm("blocks.mlp_norm", layer + "final_layer_norm"),

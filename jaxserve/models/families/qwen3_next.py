@@ -134,14 +134,8 @@ class Qwen3NextConfig(DecoderConfig):
 def _experts(given: Mapping[str, Any]) -> ExpertsConfig | None:
     if "num_experts" not in given:
         return None
-    return ExpertsConfig(
-        num=given["num_experts"],
-        size=given["moe_intermediate_size"],
-        per_token=given["num_experts_per_tok"],
-        normalises_gates=bool(given.get("norm_topk_prob", True)),
-        shared_size=given["shared_expert_intermediate_size"],
-        has_shared_gate=True,
-    )
+    size = given["shared_expert_intermediate_size"]
+    return ExpertsConfig.from_hf(given, shared_size=size, has_shared_gate=True)
 
 
 @final
