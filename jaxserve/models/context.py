@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels import RopeTables, apply_rope, whole_attention
 from jaxserve.models.batch import AttentionBatch, KVCache, in_chunks
-from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
+from jaxserve.models.recurrence import Advance, Arrays, Inputs, advance_whole
 
 
 class LayerContext(Protocol):
@@ -65,13 +65,10 @@ class LayerContext(Protocol):
         """Return attention for queries over the keys and values of this layer's `kv_sources`."""
         ...
 
-    def recur(
-        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
-    ) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
         """Return the outputs of `advance`, called for runs of tokens of one sequence each.
 
-        `recurrence` has the sizes of the state, or of the part of it that `advance` reads and
-        returns; `dtype` is that of the activations.
+        `arrays` are those of the state that `advance` reads and returns.
         """
         ...
 
@@ -152,11 +149,8 @@ class PagedContext:
             scale=scale,
         )
 
-    def recur(
-        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
-    ) -> Float[Array, "tokens ..."]:
-        names = recurrence.arrays(dtype)
-        out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch, names)
+    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+        out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch, arrays)
         return out
 
     def _chunked(self, num_tokens: int) -> AttentionBatch:
@@ -286,10 +280,8 @@ class WholeContext:
         qkv = jnp.concatenate([q, self._source._kv], axis=2)
         return self.attend(qkv, scale=scale, soft_cap=None)
 
-    def recur(
-        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
-    ) -> Float[Array, "tokens ..."]:
-        return advance_whole(advance, inputs, self._length, recurrence.arrays(dtype))
+    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+        return advance_whole(advance, inputs, self._length, arrays)
 
     def cross(self) -> CrossContext:
         raise NotImplementedError("cross attention of whole sequences")

@@ -75,6 +75,9 @@ class ConvolutionSizes:
     def __post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
 
+    def mixer(self, config: DecoderConfig, new: ParamMaker) -> GatedConvolution:
+        return GatedConvolution(config, new)
+
     def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`."""
         return {"window": ((self.kernel_size - 1, self.channels), dtype)}
@@ -109,7 +112,7 @@ class GatedConvolution(nnx.Module):
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         projected = Linear(self.project, self.bproject)(x, context.adapter)
         b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
-        y = context.recur(self._advance, {"inputs": b * x}, self.sizes, self.dtype)
+        y = context.recur(self._advance, {"inputs": b * x}, self.sizes.arrays(self.dtype))
         gated = (c.astype(jnp.float32) * y).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, context.adapter)
 

@@ -31,7 +31,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.experts import MixtureOfExperts
 from jaxserve.models.layer_inputs import LayerInputs
-from jaxserve.models.layers import Block, scaled, soft_capped
+from jaxserve.models.layers import Block, RecurrentBlock, scaled, soft_capped
 from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.pooling import Labels
@@ -73,7 +73,7 @@ class Decoder(SumsRows):
     """
 
     block_class: ClassVar[type[Block]] = Block
-    recurrent_block_class: ClassVar[type[Block] | None] = None
+    recurrent_block_class: ClassVar[type[Block]] = RecurrentBlock
     layer_inputs: LayerInputs | None = None  # `_add_start` makes them
 
     def __init__(
@@ -267,10 +267,8 @@ class Decoder(SumsRows):
         Layers of equal kinds have one class. Parameters of classes that differ in their shapes or
         tensors have different paths in a block, so that each has its entry in the family's table.
         """
-        if self.config.layer_kinds[layer] in ("attention", "both"):
-            return self.block_class
-        assert self.recurrent_block_class is not None, "a family without recurrent layers"
-        return self.recurrent_block_class
+        has_attention = self.config.layer_kinds[layer] in ("attention", "both")
+        return self.block_class if has_attention else self.recurrent_block_class
 
     def _add_embedding(self, new: ParamMaker) -> None:
         """Make the embedding, which also gives the logits if it is tied."""

@@ -71,6 +71,9 @@ class DeltaRuleSizes:
         """The width of the convolution: queries, keys and values."""
         return 2 * self.keys + self.inner
 
+    def mixer(self, config: DecoderConfig, new: ParamMaker) -> DeltaRuleMixer:
+        return DeltaRuleMixer(config, new)
+
     def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
@@ -113,7 +116,7 @@ class DeltaRuleMixer(nnx.Module):
         projected = Linear(self.project)(x, context.adapter)
         qkv, gate = jnp.split(projected, [sizes.channels], axis=-1)
         inputs = {"qkv": qkv, "rates": Linear(self.rates)(x, context.adapter)}
-        y = context.recur(self._advance, inputs, sizes, self.dtype)
+        y = context.recur(self._advance, inputs, sizes.arrays(self.dtype))
         return Linear(self.out)(self._gated_norm(y, gate), context.adapter)
 
     def _gated_norm(

@@ -30,7 +30,7 @@ from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.decoder import Decoder, LayerLayout, Part, Tap
 from jaxserve.models.layers import Block
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Advance, Inputs, Recurrence
+from jaxserve.models.recurrence import Advance, Arrays, Inputs
 
 
 def causal_biases(
@@ -143,9 +143,7 @@ class EncoderContext:
     ) -> Float[Array, "tokens q_heads head_dim"]:
         raise NotImplementedError("encoders whose layers share keys and values")
 
-    def recur(
-        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
-    ) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
         raise NotImplementedError("encoders with recurrent layers")
 
     def cross(self) -> CrossContext:

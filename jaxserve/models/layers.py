@@ -227,30 +227,20 @@ class Block(nnx.Module):
         return x + scaled(part(x, context, norm=norm), self.residual_scale)
 
 
-class Mixer(Protocol):
-    """The part of a recurrent layer that mixes tokens, instead of attention."""
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker): ...
-
-    def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]:
-        """Return the mixer's addition to the residual stream, for `x` after the norm."""
-        ...
-
-
 class RecurrentBlock(Block):
-    """A `Block` with a recurrent mixer instead of attention."""
+    """A `Block` with a mixer instead of attention, the one of the configuration's recurrence.
 
-    mixer_class: ClassVar[type[Mixer]]
+    A mixer returns its addition to the residual stream, for `(x, context)`, `x` after the norm.
+    """
 
     def __init__(
         self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
     ):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention
+        assert config.recurrence is not None, "a model without recurrent layers"
         self.residual_scale = config.residual_scale
         self.mixer_norm = self.new_norm(config, new)
-        self.mixer = self.mixer_class(config, new)
+        self.mixer: Any = config.recurrence.mixer(config, new)
         self.mlp_norm = self.new_norm(config, new)
         self.mlp = self.new_mlp(config, new, mlp_class)
 

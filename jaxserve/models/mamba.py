@@ -71,6 +71,9 @@ class Mamba2Sizes:
         """The width of the convolution: x, B and C."""
         return self.inner + 2 * self.num_groups * self.state_size
 
+    def mixer(self, config: DecoderConfig, new: ParamMaker) -> Mamba2Mixer:
+        return Mamba2Mixer(config, new)
+
     def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
@@ -125,7 +128,7 @@ class Mamba2Mixer(nnx.Module):
         gate, inputs, step = jnp.split(
             projected, [sizes.inner, sizes.inner + sizes.channels], axis=-1
         )
-        y = context.recur(self._advance, {"inputs": inputs, "step": step}, sizes, self.dtype)
+        y = context.recur(self._advance, {"inputs": inputs, "step": step}, sizes.arrays(self.dtype))
         gated = self._gated_norm(y, gate.astype(jnp.float32)).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, context.adapter)
 

@@ -57,24 +57,15 @@ class Mamba1Sizes:
     def __post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
 
+    def mixer(self, config: DecoderConfig, new: ParamMaker) -> Mamba1Mixer:
+        return Mamba1Mixer(config, new)
+
     def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return `Recurrence.arrays`. The memory is a long sum, so it is in float32."""
         return {
             "window": ((self.kernel_size - 1, self.inner), dtype),
             "memory": ((self.inner, self.state_size), jnp.float32),
         }
-
-
-@final
-@dataclass(frozen=True)
-class _Array:
-    """One array of the state; see `Recurrence`."""
-
-    sizes: Mamba1Sizes
-    name: str
-
-    def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
-        return {self.name: self.sizes.arrays(dtype)[self.name]}
 
 
 @final
@@ -122,14 +113,15 @@ class Mamba1Mixer(nnx.Module):
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes, adapter = self.sizes, context.adapter
         x, gate = jnp.split(Linear(self.project, self.bproject)(x, adapter), 2, axis=-1)
-        window, memory = _Array(sizes, "window"), _Array(sizes, "memory")
-        x = context.recur(self._convolve, {"x": x}, window, self.dtype).astype(self.dtype)
+        # The convolution advances its window, and then the scan its memory.
+        window, memory = ({name: own} for name, own in sizes.arrays(self.dtype).items())
+        x = context.recur(self._convolve, {"x": x}, window).astype(self.dtype)
         borders = (sizes.step_rank, sizes.step_rank + sizes.state_size)
         step, b, c = jnp.split(Linear(self.select)(x, adapter), borders, axis=-1)
         if sizes.norm is not None:
             step, b, c = self.step_norm(step), self.b_norm(b), self.c_norm(c)
         inputs = {"x": x, "step": Linear(self.step)(step, adapter), "b": b, "c": c}
-        y = context.recur(self._scan, inputs, memory, self.dtype)
+        y = context.recur(self._scan, inputs, memory)
         gated = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, adapter)
 

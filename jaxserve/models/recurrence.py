@@ -42,6 +42,10 @@ Arrays = Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]
 class Recurrence(Protocol):
     """The sizes of a kind of recurrent layer: frozen and hashable."""
 
+    def mixer(self, config: Any, new: Any) -> Any:
+        """Return the part of a layer that mixes tokens (`layers.RecurrentBlock`)."""
+        ...
+
     def arrays(self, dtype: jax.typing.DTypeLike) -> Arrays:
         """Return shape and dtype of each array of one sequence's state in one layer.
 

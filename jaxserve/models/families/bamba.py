@@ -11,7 +11,6 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -19,7 +18,7 @@ from jaxserve.models.llama_form import (
     mlp_weights,
     rotary_decoder_fields,
 )
-from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
+from jaxserve.models.mamba import Mamba2Sizes, mixer_weights, step_limits
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
@@ -104,16 +103,6 @@ def mamba_sizes(given: Mapping[str, Any], *, inner: int | None = None, **more: A
     )
 
 
-@final
-class Mamba2Block(RecurrentBlock):
-    mixer_class = Mamba2Mixer
-
-
-@final
-class Bamba(Decoder):
-    recurrent_block_class = Mamba2Block
-
-
 def _weights(config: BambaConfig) -> dict[str, Weight]:
     return {
         **attention_weights(config),
@@ -125,4 +114,4 @@ def _weights(config: BambaConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=BambaConfig, decoder=Bamba, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=BambaConfig, decoder=Decoder, weights=_weights)

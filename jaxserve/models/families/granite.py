@@ -14,12 +14,7 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is, kinds_by_name
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, expert_weights
-from jaxserve.models.families.bamba import (
-    MAMBA_FIELDS,
-    NULLABLE_MAMBA_FIELDS,
-    Mamba2Block,
-    mamba_sizes,
-)
+from jaxserve.models.families.bamba import MAMBA_FIELDS, NULLABLE_MAMBA_FIELDS, mamba_sizes
 from jaxserve.models.family import Family
 from jaxserve.models.llama_form import (
     LAYER,
@@ -106,11 +101,6 @@ def _hybrid(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields if given["position_embedding_type"] == "rope" else fields | {"rope": None}
 
 
-@final
-class Granite(Decoder):
-    recurrent_block_class = Mamba2Block
-
-
 _NAMES = ExpertNames(
     mlp="block_sparse_moe.",
     router="router.layer.weight",
@@ -136,4 +126,4 @@ def _weights(config: GraniteConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=GraniteConfig, decoder=Granite, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=GraniteConfig, decoder=Decoder, weights=_weights)

@@ -10,9 +10,8 @@ from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import LAYER, attention_weights, mlp_weights
-from jaxserve.models.mamba1 import Mamba1Mixer, mamba1_sizes, mixer_weights
+from jaxserve.models.mamba1 import mamba1_sizes, mixer_weights
 from jaxserve.models.routing import ExpertsConfig
 from jaxserve.models.weights import Weight
 
@@ -82,16 +81,6 @@ class JambaConfig(DecoderConfig):
         )
 
 
-@final
-class Mamba1Block(RecurrentBlock):
-    mixer_class = Mamba1Mixer
-
-
-@final
-class Jamba(Decoder):
-    recurrent_block_class = Mamba1Block
-
-
 def _weights(config: JambaConfig) -> dict[str, Weight]:
     names = ExpertNames(mlp="feed_forward.", router="router.weight")
     return {
@@ -105,4 +94,4 @@ def _weights(config: JambaConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=JambaConfig, decoder=Jamba, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=JambaConfig, decoder=Decoder, weights=_weights)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 from jaxserve.models.config import DecoderConfig, Fields, LayerKind, kinds_by_name
-from jaxserve.models.convolution import ConvolutionSizes, GatedConvolution, convolution_weights
+from jaxserve.models.convolution import ConvolutionSizes, convolution_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.rope import Rope
 from jaxserve.models.routing import ExpertsConfig
@@ -122,16 +121,6 @@ def _layer_kinds(
     return kinds_by_name(kinds, {"full_attention": "attention", "conv": "recurrent"}, num_layers)
 
 
-@final
-class ConvolutionBlock(RecurrentBlock):
-    mixer_class = GatedConvolution
-
-
-@final
-class LFM2(Decoder):
-    recurrent_block_class = ConvolutionBlock
-
-
 _NAMES = ExpertNames(mlp="feed_forward.", correction="expert_bias", gate="w1", up="w3", down="w2")
 
 
@@ -156,4 +145,4 @@ def _weights(config: LFM2Config) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(fields=_FIELDS, config=LFM2Config, decoder=LFM2, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=LFM2Config, decoder=Decoder, weights=_weights)

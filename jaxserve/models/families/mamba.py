@@ -17,8 +17,8 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block
-from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, step_limits
-from jaxserve.models.mamba1 import Mamba1Mixer, Mamba1Sizes, mamba1_sizes
+from jaxserve.models.mamba import Mamba2Sizes, step_limits
+from jaxserve.models.mamba1 import Mamba1Sizes, mamba1_sizes
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight
@@ -135,8 +135,8 @@ class MambaBlock(Block):
     def __init__(self, config: DecoderConfig, new: ParamMaker):
         nnx.Module.__init__(self)  # not `Block`'s, which makes attention and an MLP
         self.norm = RMSNorm(config, new)
-        is_second = isinstance(config.recurrence, Mamba2Sizes)
-        self.mixer = (Mamba2Mixer if is_second else Mamba1Mixer)(config, new)
+        assert config.recurrence is not None, "a model without recurrent layers"
+        self.mixer = config.recurrence.mixer(config, new)
         self.dtype = config.dtype
 
     def __call__(

@@ -11,11 +11,10 @@ import numpy as np
 from jaxserve.models.config import DecoderConfig, Fields, kinds_by_name, kinds_in_turn
 from jaxserve.models.convolution import convolution_weights
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.delta_rule import DeltaRuleMixer, DeltaRuleSizes
+from jaxserve.models.delta_rule import DeltaRuleSizes
 from jaxserve.models.experts import ExpertNames, expert_weights
 from jaxserve.models.families.moe import sparse_layers
 from jaxserve.models.family import Family
-from jaxserve.models.layers import RecurrentBlock
 from jaxserve.models.llama_form import (
     LAYER,
     ROTARY_FIELDS,
@@ -138,16 +137,6 @@ def _experts(given: Mapping[str, Any]) -> ExpertsConfig | None:
     return ExpertsConfig.from_hf(given, shared_size=size, has_shared_gate=True)
 
 
-@final
-class DeltaRuleBlock(RecurrentBlock):
-    mixer_class = DeltaRuleMixer
-
-
-@final
-class Qwen3Next(Decoder):
-    recurrent_block_class = DeltaRuleBlock
-
-
 def _weights(config: Qwen3NextConfig) -> dict[str, Weight]:
     mixer = LAYER + "linear_attn."
     return {
@@ -198,7 +187,7 @@ def _projections(config: Qwen3NextConfig, mixer: str) -> dict[str, Weight]:
 FAMILY = Family(
     fields=_FIELDS,
     config=Qwen3NextConfig,
-    decoder=Qwen3Next,
+    decoder=Decoder,
     weights=_weights,
     # Layers that predict further tokens are not read.
     ignored=r".*\.rotary_emb\.inv_freq|mtp\..*",

@@ -38,7 +38,7 @@ from jaxserve.models.encoder_decoder import (
 )
 from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.models.quantisation import Quantisation, Quantiser
-from jaxserve.models.recurrence import Advance, Inputs, Recurrence
+from jaxserve.models.recurrence import Advance, Arrays, Inputs
 from jaxserve.models.rope import rope_tables
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.profile import LayerSizes
@@ -157,9 +157,7 @@ class _WithoutAttention:
     ) -> Float[Array, "tokens q_heads head_dim"]:
         return q.reshape(len(q), -1, q.shape[-1])
 
-    def recur(
-        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
-    ) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
         raise NotImplementedError("layers with a state, which the planner does not measure")
 
     def cross(self) -> Any:
