@@ -127,11 +127,6 @@ def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
     return gated_mlp("blocks.mlp", LAYER + name)
 
 
-def llama_weights(config: DecoderConfig) -> dict[str, Weight]:
-    """Return the weights of a decoder under Llama's names."""
-    return attention_weights(config) | mlp_weights()
-
-
 def two_layer_weights(up: str = "up_proj", down: str = "down_proj") -> dict[str, Weight]:
     """Return the weights of a `TwoLayerMLP` under Llama's names."""
     return two_layer_mlp("blocks.mlp", f"{LAYER}mlp.{up}", f"{LAYER}mlp.{down}")

@@ -91,7 +91,7 @@ class ExpertsConfig:
         `given` is the result of `config.Fields.read`. Absent fields have the values above.
         """
         numbers = (given.get(name) for name in ("num_experts", "num_local_experts"))
-        found = dict(
+        found: dict[str, Any] = dict(
             num=next((n for n in numbers if n is not None), given.get("n_routed_experts")) or 0,
             size=given.get("moe_intermediate_size", given.get("intermediate_size")),
             per_token=given.get("num_experts_per_tok") or 0,
