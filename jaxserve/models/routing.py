@@ -94,7 +94,7 @@ class ExpertsConfig:
         found: dict[str, Any] = dict(
             num=next((n for n in numbers if n is not None), given.get("n_routed_experts")) or 0,
             size=given.get("moe_intermediate_size", given.get("intermediate_size")),
-            per_token=given.get("num_experts_per_tok") or 0,
+            per_token=given.get("num_experts_per_tok"),
             normalises_gates=bool(given.get("norm_topk_prob", True)),
             gate_scale=float(given.get("routed_scaling_factor", 1.0)),
             num_groups=given.get("n_group", 1),

@@ -146,6 +146,7 @@ def grouped_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(
         experts=ExpertsConfig.from_hf(
             given,
+            per_token=given["num_experts_per_tok"] or 0,
             scores="sigmoid",
             has_correction=True,
             shared_size=given["moe_intermediate_size"] * (given["n_shared_experts"] or 0) or None,

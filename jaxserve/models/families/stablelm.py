@@ -116,9 +116,9 @@ class StableLMConfig(DecoderConfig):
         kind = given["model_type"]
         given = _FIELDS[kind].read(given)
         if kind == "cohere2":
-            every = given["sliding_window_pattern"]
-            turns = kinds_in_turn(given["num_hidden_layers"], every)
-            given["layer_types"] = given["layer_types"] or turns
+            given["layer_types"] = given["layer_types"] or kinds_in_turn(
+                given["num_hidden_layers"], given["sliding_window_pattern"]
+            )
         eps = next(given[name] for name in given if name.endswith(("norm_eps", "norm_epsilon")))
         bias = bool(given.get("attention_bias", given.get("use_bias")))
         activation = activation_of(given, "hidden_act")
