@@ -19,7 +19,6 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import family_of, text_config_of, weights_of
 from jaxserve.models.function import FunctionConfig
-from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.loading import Parameter, abstract_model
 from jaxserve.models.quantisation import dense_array
 from jaxserve.models.registry import config_json, resolve
@@ -114,8 +113,12 @@ def _fields(origin: Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model's config.json that do not tell of stored weights."""
     if isinstance(origin, Mapping):
         given = origin
+    elif origin.is_dir():
+        given = config_json(origin)
     else:
-        given = config_json(origin) if origin.is_dir() else GGUFSource(origin).config
+        from jaxserve.models.gguf import GGUFSource  # few saves need it, and every start imports us
+
+        given = GGUFSource(origin).config
     text = text_config_of(given)
     return {name: value for name, value in text.items() if name not in _OF_STORED_WEIGHTS}
 
