@@ -18,7 +18,6 @@ from jaxserve.execution.weights import check_stored, check_usable
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.quantisation import Quantiser
-from jaxserve.models.saving import save_pretrained
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replica, Replicas
@@ -237,6 +236,8 @@ class WeightUpdater:
         like: str | Path | Mapping[str, Any],
         tokenizer: Tokenizer | None,
     ) -> None:
+        from jaxserve.models.saving import save_pretrained  # reads every form of file
+
         self._replicas.check_has_weights("rt.save_pretrained()")
         params = self._replicas.first.executor.whole_params
         if params is None:
