@@ -253,6 +253,24 @@ ARENA = Table(
 )
 
 
+def published(whole: Place) -> str:
+    """Return one table for each paper: ratios to its baseline, with the paper's own figure."""
+    what = "{arguments[num_requests]} requests a run, {arguments[model]} on one "
+    what += "{arguments[device]}, a page pool of {arguments[kv_memory]}, "
+    what += "{arguments[max_slots]} slots, simulated; ratios to the first policy of a table"
+    parts = [caption(whole, show_in(what, whole))]
+    for paper in whole.each("papers.*"):
+        rows = paper.each("policies.*")
+        columns: list[Column] = [("policy", key())]
+        columns += [
+            (figure, f"{{over_baseline[{figure}]:@~.2f}}")
+            for figure in rows[0].get("over_baseline")
+        ]
+        said = f"`{paper.at[-1]}`: {paper.get('workload')}. The paper reports "
+        parts += [f"{said}{paper.get('reports')}.", drawn(columns, lambda _, r=rows: r, paper)]
+    return joined(*parts)
+
+
 # ---- lengths ----
 
 WRONG_LENGTHS = Table(
@@ -944,7 +962,10 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "s3": ("S3's models on its GPU, simulated", papers.S3),
         "memory": ("Memory of a sequence by context", MEMORY),
     },
-    "docs/results/arena.md": {"arena": ("Policies on synthetic traces", ARENA)},
+    "docs/results/arena.md": {
+        "arena": ("Policies on synthetic traces", ARENA),
+        "published": ("What papers report, in shape", published),
+    },
     "docs/results/conversations.md": {
         "conversations": ("Conversations that come back", papers.CONVERSATIONS),
         "pensieve": ("Pensieve's models on its GPUs, simulated", papers.PENSIEVE),
