@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import final
 
 import numpy as np
 
 from jaxserve.cells.cell_graph import NO_SUCCESSOR, CellGraph, SubgraphEntry
-from jaxserve.cells.policy import CellScheduler, CellType, Task, TaskGroup, groups_of
+from jaxserve.cells.policy import CellType, Task, TaskGroup, groups_of
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -37,10 +37,8 @@ class BatchMaker:
                 f"max_tasks_to_submit={self.max_tasks_to_submit} is not allowed; pass at least 1"
             )
 
-    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
-        return BatchMakerScheduler(
-            types, num_workers, self.max_tasks_to_submit, self.releases_at_submission
-        )
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> BatchMakerScheduler:
+        return BatchMakerScheduler(types, num_workers, self)
 
 
 _FREE = -1  # the worker of a subgraph that any worker may run
@@ -143,9 +141,6 @@ class _NodeQueue:
         self._released: OrderedDict[int, np.ndarray] = OrderedDict()
         self._taken = _NO_NODES  # places in the front of the nodes that `next` returned
 
-    def count_running(self, num: int) -> None:
-        self.num_running += num
-
     def num_for(self, worker: int) -> int:
         """Return how many nodes a worker may run; with several workers, a batch at most."""
         if self.pins is None or not self.num_ready:
@@ -169,11 +164,6 @@ class _NodeQueue:
         while len(self._taken) < most and self._released:
             self._fill(len(self.front) + most - len(self._taken))
             self._taken = np.flatnonzero(self.pins.may_run(self.front, worker))[:most]
-        return self.newest
-
-    @property
-    def newest(self) -> np.ndarray:
-        """The nodes that `next` returned, until the front changes."""
         return self.front[self._taken]
 
     def _fill(self, num: int) -> None:
@@ -209,28 +199,10 @@ class _NodeQueue:
 
 
 # For each of `Links.rows`, whether it has numbers of nodes.
-_IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
-# Rows of `BatchMakerScheduler._state`.
-_NUM_ROWS = len(_IS_NODE) + 5
+_IS_NODE = np.array([1, 1, 1, 0, 0, 0, 0, 0, 0])[:, None]
 _NO_EDGES: tuple[Sequence[int], Sequence[int]] = ((), ())
 # Replaces the count of a cancelled graph's remaining nodes: it never becomes 0.
 _NEVER = -1
-
-
-@final
-class _Submitted:
-    """Tasks that were submitted together and are not all completed.
-
-    `ends` has (number of a task, first node of a graph) of graphs that end with it, where that is
-    known at submission.
-    """
-
-    __slots__ = ("tasks", "ends", "num_completed")
-
-    def __init__(self, tasks: TaskGroup, ends: Sequence[tuple[int, int]]):
-        self.tasks = tasks
-        self.ends = ends
-        self.num_completed = 0
 
 
 @final
@@ -245,32 +217,23 @@ class BatchMakerScheduler:
 
     wake_s = None
 
-    def __init__(
-        self,
-        types: Sequence[CellType],
-        num_workers: int,
-        max_tasks_to_submit: int,
-        releases_at_submission: bool,
-    ):
+    def __init__(self, types: Sequence[CellType], num_workers: int, policy: BatchMaker):
         self._pins = _Pins(num_workers) if num_workers > 1 else None
         self._queues = [_NodeQueue(type, index, self._pins) for index, type in enumerate(types)]
         # Highest priority first; of equal ones, the first of the runtime's cells.
         self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
-        self._max_tasks = max_tasks_to_submit
-        self._releases_early = releases_at_submission
-        has_loops = any(type.is_loop for type in types)
-        # Whether it is known at submission which graphs end with a task.
-        self._knows_ends = num_workers == 1 and releases_at_submission and not has_loops
+        self._max_tasks = policy.max_tasks_to_submit
+        self._releases_early = policy.releases_at_submission
         self._runs: dict[int, tuple[int, CellGraph]] = {}  # key -> first node, and graph
         self._key_of: dict[int, int] = {}  # first node -> key
         # Subgraphs that are not released: head -> entry, and first node of the graph.
         self._waiting: dict[int, tuple[SubgraphEntry, int]] = {}
         # Node -> its successors (inner, outer), for nodes with several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        # For each worker, in the order of submission.
-        self._submitted: list[deque[_Submitted]] = [deque() for _ in range(num_workers)]
+        # For each worker, in the order of submission: the tasks that are not completed.
+        self._submitted: list[deque[TaskGroup]] = [deque() for _ in range(num_workers)]
         # For each node, see `_grow`.
-        self._state = np.zeros((_NUM_ROWS, 0), np.int64)
+        self._state = np.zeros((len(_IS_NODE) + 2, 0), np.int64)
         self._grow(64)
 
     @property
@@ -285,10 +248,6 @@ class BatchMakerScheduler:
         self._key_of[first_node] = key
         np.add(links.rows, first_node * _IS_NODE, out=self._of_links[:, first_node:end])
         self._num_left[first_node] = len(graph)
-        if not self._knows_ends:
-            self._steps_left[first_node:end] = links.max_steps
-            self._num_running[first_node:end] = 0
-            self._is_over[first_node:end] = 0
         if self._pins is not None:
             self._pins.add(links.heads, first_node)
         for node, (inner, outer) in links.several.items():
@@ -324,7 +283,7 @@ class BatchMakerScheduler:
         parts: list[np.ndarray] = []
         all_sizes: list[int] = []
         while len(all_sizes) < self._max_tasks:
-            nodes = queue.next(worker) if parts or self._pins is None else queue.newest
+            nodes = queue.next(worker)
             if not len(nodes) or (parts and len(nodes) < queue.type.min_batch):
                 break
             num_ready, sizes = len(nodes), [len(nodes)]
@@ -341,22 +300,18 @@ class BatchMakerScheduler:
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
         (group,) = groups_of(tasks)
-        all_submitted = self._submitted[group.worker]
-        submitted = all_submitted[0]
-        begin, own = submitted.num_completed, submitted.tasks
-        end = submitted.num_completed = begin + len(tasks)
-        if group is not own and not np.array_equal(group.array, own[begin:end].array):
-            raise AssertionError("tasks of a worker must be completed in their order")
-        if end == len(own):
-            all_submitted.popleft()
+        submitted = self._submitted[group.worker]
+        own = submitted.popleft()
+        if group is not own:
+            own, left = own[: len(tasks)], own[len(tasks) :]
+            if not np.array_equal(group.array, own.array):
+                raise AssertionError("tasks of a worker must be completed in their order")
+            if len(left):
+                submitted.appendleft(left)
         queue = self._queues[own.type]
-        queue.count_running(-len(tasks))
-        if self._knows_ends:
-            graphs = [first for number, first in submitted.ends if begin <= number < end]
-        else:
-            graphs = self._completed(queue, own[begin:end], ended)
+        queue.num_running -= len(tasks)
         finished = []
-        for first in graphs:
+        for first in self._completed(queue, own, ended):
             key = self._key_of.get(first)
             if key is not None:  # it was not cancelled
                 finished.append(key)
@@ -381,9 +336,8 @@ class BatchMakerScheduler:
         self, queue: _NodeQueue, worker: int, nodes: np.ndarray, sizes: list[int]
     ) -> TaskGroup:
         tasks = TaskGroup(queue.index, worker, nodes, sizes)
-        ends = self._counted(nodes, sizes) if self._knows_ends else ()
-        self._submitted[worker].append(_Submitted(tasks, ends))
-        queue.count_running(len(sizes))
+        self._submitted[worker].append(tasks)
+        queue.num_running += len(sizes)
         if self._pins is not None:
             self._pins.submit(nodes, worker)
         return tasks
@@ -412,19 +366,6 @@ class BatchMakerScheduler:
         least = queue.type.min_batch
         sizes = [size for size in np.count_nonzero(goes_on, axis=1).tolist() if size >= least]
         return each[goes_on][: sum(sizes)], sizes
-
-    def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[tuple[int, int]]:
-        """Count the nodes of submitted tasks; return `_Submitted.ends`."""
-        owners = self._owner[nodes]
-        np.subtract.at(self._num_left, owners, 1)
-        is_done = self._num_left[owners] == 0
-        if not is_done.any():
-            return []
-        places = np.arange(len(owners))
-        self._place[owners] = places
-        last = np.flatnonzero(is_done & (self._place[owners] == places))
-        numbers = np.searchsorted(list(accumulate(sizes)), last, side="right")
-        return list(zip(numbers.tolist(), owners[last].tolist(), strict=True))
 
     def _completed(
         self, queue: _NodeQueue, tasks: TaskGroup, ended: Sequence[Collection[int]]
@@ -549,12 +490,12 @@ class BatchMakerScheduler:
         # predecessors in its subgraph that have not been submitted; and its line.
         self._of_links = new[: len(_IS_NODE)]
         self._inner, self._outer, self._owner, self._inner_left, self._ahead, self._alone = new[:6]
-        # For a head: the edges from other subgraphs for which it waits. For a first node: the
-        # graph's nodes that have not been submitted, or completed unless `_knows_ends`.
-        self._outer_left, self._num_left = new[6:8]
         # For a loop: the steps that may be submitted, the submitted and not completed steps, and
         # whether it has ended. A cancelled graph's nodes have all ended.
-        self._steps_left, self._num_running, self._is_over = new[8:]
+        self._steps_left, self._num_running, self._is_over = new[6:9]
+        # For a head: the edges from other subgraphs for which it waits. For a first node: the
+        # graph's nodes that have not been completed.
+        self._outer_left, self._num_left = new[9:]
         self._place = np.zeros(new.shape[1], np.int64)
 
 

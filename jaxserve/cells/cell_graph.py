@@ -22,8 +22,8 @@ SEVERAL = 2 * NO_SUCCESSOR
 # More tasks than a graph has nodes.
 _ANY_NUMBER = 1 << 40
 # `Links.rows` of a node within a chain and within a tree, except its number and those after it.
-_IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
-_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
+_IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER], [1], [0], [0]])
+_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1], [1], [0], [0]])
 
 
 class SubgraphEntry(NamedTuple):
@@ -50,45 +50,25 @@ class Links(NamedTuple):
     """The edges of a graph as arrays int64 [nodes], for a scheduler that handles a task at once.
 
     Attributes:
-      inner: the successor of each node in its own subgraph; `NO_SUCCESSOR`, or `SEVERAL`.
-      outer: likewise, the head of the subgraph of its successor in another one.
-      num_inner: the predecessors of each node in its own subgraph.
-      ahead: how many nodes follow each one in a line: those with the next numbers, each the only
-        successor of the previous one, which is its only predecessor in the subgraph.
-      alone: for how many tasks, from each node's own on, its line makes no other node ready; a
-        large number if nothing follows the line, else the nodes that are left of it.
-      rows: [6, nodes]: `inner`, `outer`, zeros, `num_inner`, `ahead` and `alone`.
-      max_steps: most times that each node runs.
+      rows: [9, nodes], with which a scheduler's state of each node begins:
+        0: its successor in its own subgraph; `NO_SUCCESSOR`, or `SEVERAL`.
+        1: likewise, the head of the subgraph of its successor in another one.
+        2: zero, to which a scheduler adds the graph's first node.
+        3: the number of its predecessors in its own subgraph.
+        4: how many nodes follow it in a line: those with the next numbers, each the only successor
+          of the previous one, which is its only predecessor in the subgraph.
+        5: for how many tasks, from the node's own on, its line makes no other node ready; a large
+          number if nothing follows the line, else the nodes that are left of it.
+        6: the most times that it runs; 7 and 8: zeros.
       heads: the head of each node's subgraph; of an entry that `is_several`, the node itself.
       several: node -> its successors (inner, outer), if it has several of either.
       entries: in the order in which subgraphs without a node before them are released.
     """
 
     rows: np.ndarray
-    max_steps: np.ndarray
     heads: np.ndarray
     several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
     entries: tuple[SubgraphEntry, ...]
-
-    @property
-    def inner(self) -> np.ndarray:
-        return self.rows[0]
-
-    @property
-    def outer(self) -> np.ndarray:
-        return self.rows[1]
-
-    @property
-    def num_inner(self) -> np.ndarray:
-        return self.rows[3]
-
-    @property
-    def ahead(self) -> np.ndarray:
-        return self.rows[4]
-
-    @property
-    def alone(self) -> np.ndarray:
-        return self.rows[5]
 
 
 @final
@@ -164,7 +144,6 @@ class CellGraph:
 
 # Sentences have few distinct lengths. Trees rarely repeat, and cost the garbage collector time.
 _structures: LRUCache[_Structure, CellGraph] = LRUCache(1 << 14)
-_chains: LRUCache[tuple[int, int], CellGraph] = LRUCache(1 << 14)  # by type and length
 
 
 def cell_graph(
@@ -180,10 +159,7 @@ def cell_graph(
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
-    found = _chains.get((type, num_nodes))
-    if found is not None:
-        return found
-    rows = np.empty((6, num_nodes), np.int64)
+    rows = np.empty((len(_IN_CHAIN), num_nodes), np.int64)
     rows[:] = _IN_CHAIN
     rows[0] = np.arange(1, num_nodes + 1)
     rows[0, -1] = NO_SUCCESSOR
@@ -191,13 +167,12 @@ def chain_graph(type: int, num_nodes: int) -> CellGraph:
     rows[4] = np.arange(num_nodes)[::-1]
     heads = np.zeros(num_nodes, np.int64)
     entries = (SubgraphEntry(0, type, np.zeros(1, np.int64), 0),)
-    graph = CellGraph(
+    return CellGraph(
         (type,) * num_nodes,
         lambda: ((), *((node,) for node in range(num_nodes - 1))),
         (1,) * num_nodes,
-        links=Links(rows, np.ones(num_nodes, np.int64), heads, {}, entries),
+        links=Links(rows, heads, {}, entries),
     )
-    return _chains.add((type, num_nodes), graph, num_nodes)
 
 
 def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
@@ -205,9 +180,9 @@ def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
     num = len(pairs) + 1  # leaves
     types, max_steps, heads = _nodes_of_trees(leaf_type, pair_type, num)
     # Each pair is a separate line: lines of pairs in deep trees are not used.
-    rows = np.empty((6, num + len(pairs)), np.int64)
+    rows = np.empty((len(_IN_TREE), num + len(pairs)), np.int64)
     rows[:] = _IN_TREE
-    inner, outer, _, num_inner, _, ones = rows
+    inner, outer, _, num_inner = rows[:4]
     inner[pairs] = np.arange(num, num + len(pairs))[:, None]
     inner[:num] = inner[-1] = NO_SUCCESSOR
     outer[:num] = num
@@ -222,7 +197,7 @@ def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
         types,
         lambda: (*[()] * num, *map(tuple, pairs.tolist())),
         max_steps,
-        links=Links(rows, ones, heads, {}, entries),
+        links=Links(rows, heads, {}, entries),
     )
 
 
@@ -263,11 +238,11 @@ def _links_of(graph: CellGraph) -> Links:
         for type, some in starts.items()
     ]
     entries += [SubgraphEntry(h, types[h], np.array(first[h]), num_outer[h]) for h in later]
-    one_inner, one_outer, before = _only(inner), _only(outer), np.array(num_inner, np.int64)
-    ahead, alone = _lines(one_inner, one_outer, before)
+    rows = np.zeros((len(_IN_CHAIN), len(types)), np.int64)
+    rows[0], rows[1], rows[3], rows[6] = _only(inner), _only(outer), num_inner, graph.max_steps
+    rows[4:6] = _lines(rows[0], rows[1], rows[3])
     return Links(
-        rows=np.stack([one_inner, one_outer, np.zeros_like(before), before, ahead, alone]),
-        max_steps=np.array(graph.max_steps, np.int64),
+        rows=rows,
         heads=np.array(heads, np.int64),
         several={
             node: both
@@ -324,7 +299,7 @@ def _only(successors: Sequence[Sequence[int]]) -> np.ndarray:
 def _lines(
     inner: np.ndarray, outer: np.ndarray, num_inner: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Links.ahead` and `Links.alone`."""
+    """Return rows 4 and 5 of `Links`."""
     numbers = np.arange(len(inner))
     goes_on = (inner == numbers + 1) & (outer == NO_SUCCESSOR)
     goes_on[:-1] &= num_inner[1:] == 1

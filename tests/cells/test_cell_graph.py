@@ -41,11 +41,6 @@ def test_a_path_that_leaves_a_subgraph_does_not_come_back():
     assert graph.links.heads.tolist() == [0, 1, 2]
 
 
-def test_structures_are_shared():
-    """Graphs of the same structure are the same object."""
-    assert chain_graph(0, 7) is chain_graph(0, 7)
-
-
 @st.composite
 def graphs(draw: st.DrawFn) -> CellGraph:
     """Draw types and edges to earlier nodes."""
@@ -100,10 +95,11 @@ def test_lines_of_a_graph():
     # 0 - 1 - 2 - 5, with 3 - 4 beside them, and 6 of another type after 4.
     before = ((), (0,), (1,), (), (3,), (2,), (4,))
     links = CellGraph((0, 0, 0, 0, 0, 0, 1), before, (1,) * 7).links
-    assert links.ahead.tolist() == [2, 1, 0, 1, 0, 0, 0]
-    many = int(links.alone.max())
+    ahead, alone = links.rows[4:6].tolist()
+    assert ahead == [2, 1, 0, 1, 0, 0, 0]
+    many = max(alone)
     assert many > 7
-    assert links.alone.tolist() == [3, 2, 1, 2, 1, many, many]
+    assert alone == [3, 2, 1, 2, 1, many, many]
 
 
 def _is_connected(graph: CellGraph, nodes: list[int]) -> bool:
