@@ -529,7 +529,7 @@ def _compile_tasks(device: str, problems: list[str]) -> dict[str, float]:
     specs = [layout.pools[pool] for pool in programs.pools[t.index]]
     pools = tuple(like(4000, *spec.shape, dtype=spec.dtype) for spec in specs)
     with jax.set_mesh(mesh):
-        task: Any = programs.tasks[t.index]
+        task: Any = programs.calls[t.index]
         compiled = task.lower(params, pools, like(5, 64, layout.width), like()).compile()
     problems += _memory_problems("a task of lstm", compiled, _num_bytes(pools))
     text = compiled.as_text()

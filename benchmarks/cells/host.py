@@ -140,7 +140,7 @@ class HostCells:
         for size, some in calls_of(tasks, self.layout, _MAX_FUSED):
             rows = np.zeros((len(some), size, self.layout.width), np.int32)
             for number, nodes in enumerate(some.arrays()):
-                self._table.fill(some.type, nodes, rows[number, : len(nodes)])
+                rows[number, : len(nodes)] = self._table.rows_of(some.type, nodes)
             own = some.array.tolist()
             values = [value for node in own for value in self._values.get(node, ())]
             ended = self._ended(some)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, final
 
@@ -37,6 +38,7 @@ from jaxserve.execution.device_errors import out_of_memory_as
 
 
 @final
+@dataclass(eq=False)
 class DeviceHandle:
     """A `CellHandle` of calls on a device.
 
@@ -47,52 +49,43 @@ class DeviceHandle:
       copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        tasks: TaskGroup | None,
-        flags: Any,
-        layout: CellLayout,
-        emitted: Sequence[Any],
-        reads: Sequence[tuple[Any, list[int]]],
-        *,
-        copies: bool,
-    ):
-        self.worker = worker
-        self.tasks = tasks
-        self._flags = flags
-        self._layout = layout
-        self._emitted = emitted
-        self._reads = reads
-        self._arrays = [array for array in (flags, *emitted) if array is not None]
-        self._arrays += [array for array, _ in reads]
+    layout: CellLayout
+    copies: InitVar[bool]
+    tasks: TaskGroup | None
+    flags: Any
+    emitted: Sequence[Any]
+    reads: Sequence[tuple[Any, list[int]]]
+
+    def __post_init__(self, copies: bool) -> None:
+        self._arrays = [array for array in (self.flags, *self.emitted) if array is not None]
+        self._arrays += [array for array, _ in self.reads]
         for array in self._arrays if copies else ():
             array.copy_to_host_async()
 
     @property
     def has_news(self) -> bool:
-        if self._reads or self.tasks is None:
+        if self.reads or self.tasks is None:
             return True
-        return self._layout.types[self.tasks.type].is_loop
+        return self.layout.types[self.tasks.type].is_loop
 
     def is_ready(self) -> bool:
         return self._arrays[-1].is_ready()
 
     def collect(self) -> TaskResults:
         values = []
-        for array, some in self._reads:
+        for array, some in self.reads:
             values += zip(some, np.asarray(array), strict=False)
         tasks = self.tasks
         if tasks is None:
             return TaskResults(values=values)
-        flags = np.asarray(self._flags)
+        flags = np.asarray(self.flags)
         if flags.ndim == 1:
             bad = np.flatnonzero(flags & FINITE == 0)
             return TaskResults((), tasks.array[bad].tolist() if len(bad) else (), values)
         flags = flags[: len(tasks)]
         bad = np.argwhere(flags & FINITE == 0).tolist()
         not_finite = [tasks[number].nodes[row] for number, row in bad if row < tasks.sizes[number]]
-        if not self._layout.types[tasks.type].is_loop:
+        if not self.layout.types[tasks.type].is_loop:
             return TaskResults((), not_finite, values)
         ended = [
             frozenset(nodes[row[: len(nodes)] & ENDED != 0].tolist())
@@ -101,7 +94,7 @@ class DeviceHandle:
         return TaskResults(ended, not_finite, values, self._steps(tasks, flags))
 
     def _steps(self, tasks: TaskGroup, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        t, nodes = self._layout.types[tasks.type], tasks.array
+        t, nodes = self.layout.types[tasks.type], tasks.array
         numbers = np.repeat(np.arange(len(tasks)), tasks.sizes)
         rows = np.concatenate([np.arange(size) for size in tasks.sizes])
         steps = np.flatnonzero(flags[numbers, rows] & WAS_ENDED == 0)
@@ -112,24 +105,14 @@ class DeviceHandle:
         begins = np.flatnonzero(np.diff(nodes, prepend=-1))
         ranges = list(zip(begins.tolist(), [*begins[1:].tolist(), len(nodes)], strict=True))
         found = []
-        for name, array in zip(t.cell.emits, map(np.asarray, self._emitted), strict=True):
+        for name, array in zip(t.cell.emits, map(np.asarray, self.emitted), strict=True):
             output, emitted = t.cell.output_index[name], array[numbers, rows]
-            values = (nodes[begins] * self._layout.stride + output).tolist()
+            values = (nodes[begins] * self.layout.stride + output).tolist()
             found += [
                 (value, emitted[begin:end])
                 for value, (begin, end) in zip(values, ranges, strict=True)
             ]
         return found
-
-
-@final
-class _Worker:
-    """The arrays of one device. A function that gets a pool donates it; the result replaces it."""
-
-    def __init__(self, device: Any, programs: CellPrograms, pools: Sequence[jax.Array]):
-        self.device = device
-        self.pools = list(pools)
-        self.params = [jax.device_put(params, device) for params in programs.params]
 
 
 @final
@@ -160,17 +143,18 @@ class DeviceCells:
         self.num_slots = tuple(num - NUM_RESERVED_SLOTS for num in num_slots)
         self._max_fused = max_fused
         with out_of_memory_as("allocating the slots of cells", "pass a smaller slot_memory"):
-            self._workers = [
-                _Worker(
-                    device,
-                    self._programs,
-                    [
-                        jnp.zeros((num, *spec.shape), spec.dtype, device=device)
-                        for num, spec in zip(num_slots, self.layout.pools, strict=True)
-                    ],
-                )
+            # For each device: its pools, of which a function's result replaces what it was given,
+            # and the parameters of each type.
+            self._pools = [
+                [
+                    jnp.zeros((num, *spec.shape), spec.dtype, device=device)
+                    for num, spec in zip(num_slots, self.layout.pools, strict=True)
+                ]
                 for device in devices
             ]
+            self._params = [jax.device_put(self._programs.params, device) for device in devices]
+        self._devices = devices
+        self.num_workers = len(devices)
         self._table = ValueTable(self.layout, len(devices), tuple(num_slots))
         # Large constants by pool and slot. A single worker writes them before its next tasks; with
         # several, each writes those that it reads.
@@ -183,10 +167,6 @@ class DeviceCells:
         self._templates: dict[tuple[int, int], np.ndarray] = {}
         self._no_reads = np.full(NUM_READS, -1, np.int32)
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._workers)
 
     def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
         stride = self.layout.stride
@@ -218,34 +198,31 @@ class DeviceCells:
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
         handles: list[CellHandle] = []
         for group in groups_of(tasks):
-            if self._programs.flat[group.type] is not None:
-                handles += [self._launch_flat(worker, some) for some in _flat_calls(group)]
-                continue
-            calls = calls_of(group, self.layout, self._max_fused)
+            is_flat = self._programs.is_flat[group.type]
+            calls = _flat_calls(group) if is_flat else calls_of(group, self.layout, self._max_fused)
             handles += [self._launch(worker, some, size) for size, some in calls]
         return handles
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         reads = self._read(worker, list(values))
-        return DeviceHandle(worker, None, None, self.layout, (), reads, copies=self._copies)
+        return DeviceHandle(self.layout, self._copies, None, None, (), reads)
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
 
     def close(self) -> None:
-        self._workers = []
+        self._pools, self._params = [], []
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """Return (name, function) of every executable; a call runs no task and changes no value."""
         steps: list[tuple[str, Callable[[], None]]] = []
-        for worker in range(len(self._workers)):
-            place = f" on device {worker}" if len(self._workers) > 1 else ""
+        for worker in range(self.num_workers):
+            place = f" on device {worker}" if self.num_workers > 1 else ""
             for t in self.layout.types:
-                is_flat = self._programs.flat[t.index] is not None
-                warm_up = self._warm_up_flat if is_flat else self._warm_up
+                is_flat = self._programs.is_flat[t.index]
                 for size in FLAT_SIZES if is_flat else t.cell.batch_sizes:
                     name = f"{t.cell.name}, {size} rows{place}"
-                    steps.append((name, partial(warm_up, worker, t, size)))
+                    steps.append((name, partial(self._warm_up, worker, t, size)))
             for pool, spec in enumerate(self.layout.pools):
                 steps.append(
                     (f"copies of {spec}{place}", partial(self._warm_up_copies, worker, pool))
@@ -265,15 +242,14 @@ class DeviceCells:
         for number, words in enumerate(t.words):
             if words is not None:
                 rows[..., number] = IN_TASK
-        if self._programs.flat[t.index] is not None:
+        last: Any = self._counts[self._max_fused]
+        if self._programs.is_flat[t.index]:
             rows[..., self.layout.first_output : self.layout.first_word] = NUM_RESERVED_SLOTS
             flat = rows.reshape(-1, self.layout.width)
             rows = self._flat_rows(flat, np.repeat(np.arange(self._max_fused), size))
-            begin_s = time.perf_counter()
-            self._call_flat(0, t, rows, self._no_reads)[0].block_until_ready()
-            return (time.perf_counter() - begin_s) / self._max_fused
+            last = self._no_reads
         begin_s = time.perf_counter()
-        self._call(0, t, rows, self._max_fused)[0].block_until_ready()
+        self._call(0, t, rows, last)[0].block_until_ready()
         return (time.perf_counter() - begin_s) / self._max_fused
 
     def _rows(self, t: TypeLayout, size: int) -> np.ndarray:
@@ -289,83 +265,73 @@ class DeviceCells:
             self._templates[t.index, size] = found
         return found.copy()
 
-    def _launch_flat(self, worker: int, tasks: TaskGroup) -> CellHandle:
-        type, nodes, sizes = tasks.type, tasks.array, tasks.sizes
-        t, table = self.layout.types[type], self._table
+    def _launch(self, worker: int, tasks: TaskGroup, size: int | None) -> CellHandle:
+        """Submit a call with tasks of a size, or of any sizes (None) to `GatedTasks`."""
+        t, nodes, sizes = self.layout.types[tasks.type], tasks.array, tasks.sizes
         self._write_constants(worker)
-        own = table.rows_of(nodes)
-        numbers = np.repeat(np.arange(len(sizes)), sizes)
-        if len(self._workers) > 1:
-            for some in np.split(own, np.cumsum(sizes)[:-1]):
-                for pool, slots in table.absent(worker, type, some):
-                    self._fetch(worker, pool, slots)
-                table.written(worker, type, some)
+        own = self._read_and_written(worker, tasks)
         wanted: list[int] = []
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
-        # The call reads the values that its tasks compute; `wanted` has no other values.
-        some, slots = wanted[:NUM_READS], self._no_reads
-        if some:
-            slots = slots.copy()
-            slots[: len(some)] = table.places_of(np.array(some))[1]
-        flags, values = self._call_flat(worker, t, self._flat_rows(own, numbers), slots)
-        reads = [(values, some)] if some else []
-        if len(wanted) > NUM_READS:
-            reads += self._read(worker, wanted[NUM_READS:])
-        return DeviceHandle(worker, tasks, flags, self.layout, (), reads, copies=self._copies)
+        emitted: Any = ()
+        reads: list[tuple[Any, list[int]]] = []
+        if size is None:
+            # The call reads the values that its tasks compute; `wanted` has no other values.
+            some, slots = wanted[:NUM_READS], self._no_reads
+            if some:
+                slots = slots.copy()
+                slots[: len(some)] = self._table.places_of(np.array(some))[1]
+            rows = self._flat_rows(own, np.repeat(np.arange(len(sizes)), sizes))
+            flags, values = self._call(worker, t, rows, slots)
+            if some:
+                reads, wanted = [(values, some)], wanted[NUM_READS:]
+        else:
+            rows = self._rows(t, size)
+            rows[: len(tasks)][np.arange(size) < np.array(sizes)[:, None]] = own
+            flags, emitted = self._call(worker, t, rows, self._counts[len(tasks)])
+        if wanted:
+            reads += self._read(worker, wanted)
+        return DeviceHandle(self.layout, self._copies, tasks, flags, emitted, reads)
+
+    def _read_and_written(self, worker: int, tasks: TaskGroup) -> np.ndarray:
+        """Return what the nodes of tasks read and write, after fetching the values that are absent.
+
+        Steps of a loop, and with several workers tasks, follow each other.
+        """
+        type, table, is_shared = tasks.type, self._table, self.num_workers > 1
+        if not (is_shared or self.layout.types[type].is_loop):
+            return table.rows_of(type, tasks.array)
+        found = []
+        for nodes in tasks.arrays():
+            own = table.rows_of(type, nodes)
+            if is_shared:
+                for pool, slots in table.absent(worker, type, own):
+                    self._fetch(worker, pool, slots)
+                table.written(worker, type, own)
+            found.append(own)
+        return np.concatenate(found)
 
     def _flat_rows(self, own: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return padded rows and the numbers of their tasks, as a `FlatTaskFunction` takes them."""
+        """Return padded rows and the numbers of their tasks, as `GatedTasks` take them."""
         rows = np.empty((bucket(len(own), FLAT_SIZES), self.layout.width + 1), np.int32)
         rows[: len(own), :-1] = own
         rows[: len(own), -1] = numbers
         rows[len(own) :, -1] = -1
         return rows
 
-    def _call_flat(
-        self, worker: int, t: TypeLayout, rows: np.ndarray, reads: np.ndarray
-    ) -> tuple[jax.Array, jax.Array]:
-        mine = self._workers[worker]
-        numbers, call = self._programs.pools[t.index], self._programs.flat[t.index]
-        assert call is not None
-        pools, flags, values = call(
-            mine.params[t.index], tuple([mine.pools[number] for number in numbers]), rows, reads
+    def _call(self, worker: int, t: TypeLayout, rows: np.ndarray, last: Any) -> tuple[Any, Any]:
+        """Call a type's function; return the flags, and what else it returns.
+
+        Args:
+          last: the last argument of `_Tasks` or `GatedTasks`.
+        """
+        mine, numbers = self._pools[worker], self._programs.pools[t.index]
+        pools, flags, more = self._programs.calls[t.index](
+            self._params[worker][t.index], tuple([mine[number] for number in numbers]), rows, last
         )
         for number, pool in zip(numbers, pools, strict=True):
-            mine.pools[number] = pool
-        return flags, values
-
-    def _launch(self, worker: int, tasks: TaskGroup, size: int) -> CellHandle:
-        type, nodes = tasks.type, tasks.array
-        t, table = self.layout.types[type], self._table
-        self._write_constants(worker)
-        rows = self._rows(t, size)
-        wanted: list[int] = []
-        for number, some in enumerate(tasks.arrays()):
-            own = rows[number, : len(some)]
-            table.fill(type, some, own)
-            if len(self._workers) > 1:
-                for pool, slots in table.absent(worker, type, own):
-                    self._fetch(worker, pool, slots)
-                table.written(worker, type, own)
-        for node in nodes[self._is_wanted[nodes]].tolist():
-            wanted += self._wanted[node]
-        flags, emitted = self._call(worker, t, rows, len(tasks))
-        reads = self._read(worker, wanted) if wanted else []
-        return DeviceHandle(worker, tasks, flags, self.layout, emitted, reads, copies=self._copies)
-
-    def _call(self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int):
-        mine = self._workers[worker]
-        numbers = self._programs.pools[t.index]
-        pools, flags, emitted = self._programs.tasks[t.index](
-            mine.params[t.index],
-            tuple([mine.pools[number] for number in numbers]),
-            rows,
-            self._counts[num_tasks],
-        )
-        for number, pool in zip(numbers, pools, strict=True):
-            mine.pools[number] = pool
-        return flags, emitted
+            mine[number] = pool
+        return flags, more
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
         """Start to read values, after copying absent ones; return (array, values of its rows)."""
@@ -373,7 +339,7 @@ class DeviceCells:
         pools, slots = self._table.places_of(np.array(values))
         for pool in set(pools.tolist()):
             mine = np.flatnonzero(pools == pool)
-            if len(self._workers) > 1:
+            if self.num_workers > 1:
                 self._fetch(worker, pool, slots[mine])
             for begin in range(0, len(mine), COPY_SIZES[-1]):
                 some = mine[begin : begin + COPY_SIZES[-1]]
@@ -382,7 +348,7 @@ class DeviceCells:
         return found
 
     def _read_slots(self, worker: int, pool: int, slots: np.ndarray) -> jax.Array:
-        return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
+        return self._programs.read(self._pools[worker][pool], _padded(slots, ZERO_SLOT))
 
     def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
         holders = self._table.workers_with(pool, slots, worker)
@@ -399,7 +365,7 @@ class DeviceCells:
             self._table.copied(worker, pool, there)
 
     def _write_constants(self, worker: int) -> None:
-        if not self._constants or len(self._workers) > 1:
+        if not self._constants or self.num_workers > 1:
             return
         of_pools: dict[int, list[tuple[int, np.ndarray]]] = {}
         for (pool, slot), array in self._constants.items():
@@ -422,39 +388,37 @@ class DeviceCells:
             self._constants.pop(place, None)
 
     def _write(self, worker: int, pool: int, slots: np.ndarray, array: Any) -> None:
-        mine = self._workers[worker]
-        mine.pools[pool] = self._programs.write(
-            mine.pools[pool], _padded(slots, TRASH_SLOT), jax.device_put(array, mine.device)
-        )
+        mine = self._pools[worker]
+        values = jax.device_put(array, self._devices[worker])
+        mine[pool] = self._programs.write(mine[pool], _padded(slots, TRASH_SLOT), values)
 
     def _warm_up(self, worker: int, t: TypeLayout, size: int) -> None:
-        self._call(worker, t, self._rows(t, size), 0)
-
-    def _warm_up_flat(self, worker: int, t: TypeLayout, size: int) -> None:
-        rows = np.full((size, self.layout.width + 1), -1, np.int32)
-        self._call_flat(worker, t, rows, self._no_reads)
+        if self._programs.is_flat[t.index]:
+            rows = np.full((size, self.layout.width + 1), -1, np.int32)
+            self._call(worker, t, rows, self._no_reads)
+        else:
+            self._call(worker, t, self._rows(t, size), self._counts[0])
 
     def _warm_up_copies(self, worker: int, pool: int) -> None:
-        mine = self._workers[worker]
+        mine = self._pools[worker]
         for size in COPY_SIZES:
             read = self._read_slots(worker, pool, np.full(size, ZERO_SLOT, np.int32))
-            mine.pools[pool] = self._programs.write(
-                mine.pools[pool], np.full(size, TRASH_SLOT, np.int32), read
-            )
+            slots = np.full(size, TRASH_SLOT, np.int32)
+            mine[pool] = self._programs.write(mine[pool], slots, read)
 
 
-def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
-    """Return the tasks of each `FlatTaskFunction` call, in order; a task fits in a call."""
+def _flat_calls(tasks: TaskGroup) -> list[tuple[None, TaskGroup]]:
+    """Return the tasks of each call of `GatedTasks`, in order; a task fits in a call."""
     if len(tasks.array) <= FLAT_SIZES[-1]:
-        return [tasks]
-    calls: list[TaskGroup] = []
+        return [(None, tasks)]
+    calls: list[tuple[None, TaskGroup]] = []
     begin = num_rows = 0
     for number, size in enumerate(tasks.sizes):
         num_rows += size
         if num_rows > FLAT_SIZES[-1]:
-            calls.append(tasks[begin:number])
+            calls.append((None, tasks[begin:number]))
             begin, num_rows = number, size
-    return [*calls, tasks[begin:]]
+    return [*calls, (None, tasks[begin:])]
 
 
 def _padded(slots: np.ndarray, filler: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -101,7 +101,15 @@ class Gated(Protocol):
 
 @final
 class GatedTasks:
-    """A `FlatTaskFunction` that runs all tasks of a call in one kernel, one after the other.
+    """A function that runs tasks of one type, of any sizes, one after the other, in one kernel.
+
+    Its arguments are those of `_Tasks`, with the packed weights as the last of `params`, and:
+
+    - `rows`: what each row reads and writes, see `CellLayout`, and in the last column the number of
+      its task, which does not decrease; negative for padding.
+    - `reads`: slots of the pool of states to read after the tasks; negative after the last of them.
+
+    It returns the pools; the flags of the rows; and the values at `reads`.
 
     Raises:
       NotImplementedError: the type is not a gated cell whose states are in one pool; the message
@@ -184,7 +192,7 @@ class GatedTasks:
 
 def gated_tasks_of(
     t: TypeLayout, layout: CellLayout, graphdef: Any, tree: Any, leaves: list[Any]
-) -> tuple[GatedTasks, Array] | None:
+) -> tuple[GatedTasks, tuple[Array]] | None:
     """Return the one-kernel function of a type's tasks and its packed weights, if a kernel can."""
     try:
         found = GatedTasks(t, layout, graphdef, tree)
@@ -199,98 +207,58 @@ def gated_tasks_of(
     except NotImplementedError as error:
         _log.info("cell %s runs its tasks one by one: %s", t.cell.name, error)
         return None
-    return found, packed
+    return found, (packed,)
 
 
 # Bits of the flags of a row besides `FINITE`: its loop has ended; it had ended before.
 ENDED, WAS_ENDED = 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
 COPY_SIZES = (8, 64, 512)
-# Numbers of rows of all tasks of a call for which a `FlatTaskFunction` is compiled.
+# Numbers of rows of all tasks of a call for which `GatedTasks` are compiled.
 FLAT_SIZES = (16, 64, 256, 1024, 4096, 16384)
-# Slots that a `FlatTaskFunction` reads after its tasks.
+# Slots that `GatedTasks` read after their tasks.
 NUM_READS = 64
-
-
-class TaskFunction(Protocol):
-    """A function that runs several tasks of one type, one after the other.
-
-    Args:
-      params: the leaves of the module's parameters.
-      pools: the pools of the type, in their order; they are donated.
-      rows: what the rows of each task read and write, see `CellLayout`.
-      num_tasks: tasks in `rows`; the rest is padding.
-
-    Returns:
-      The pools; the flags of each task's rows; and each emitted output of all tasks.
-    """
-
-    def __call__(
-        self,
-        params: tuple[Array, ...],
-        pools: tuple[Array, ...],
-        rows: Int32[Array | np.ndarray, "tasks batch width"],
-        num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
-    ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
-
-
-class FlatTaskFunction(Protocol):
-    """A function that runs tasks of one type, of any sizes, one after the other.
-
-    Args:
-      params, pools: see `TaskFunction`.
-      rows: what each row reads and writes, see `CellLayout`, and in the last column the number of
-        its task, which does not decrease; negative for padding.
-      reads: slots of the pool of states to read after the tasks; negative after the last of them.
-
-    Returns:
-      The pools; the flags of the rows; and the values at `reads`.
-    """
-
-    def __call__(
-        self,
-        params: tuple[Array, ...],
-        pools: tuple[Array, ...],
-        rows: Int32[Array | np.ndarray, "num width"],
-        reads: Int32[Array | np.ndarray, " reads"],
-    ) -> tuple[tuple[Array, ...], UInt8[Array, " num"], Array]: ...
 
 
 @final
 class CellPrograms:
     """The functions of a runtime's cells, shared by its workers.
 
-    Each attribute has one entry for each type: the leaves of its parameters (one more for a
-    `FlatTaskFunction`), its `TaskFunction`, the `FlatTaskFunction` that replaces it or None, and
-    the pools that its functions take. Only a CPU runs flat functions (`has_flat`).
+    Each attribute has one entry for each type: the leaves of its parameters (one more for
+    `GatedTasks`), its jitted function, whether that is `GatedTasks` and not `_Tasks`, and the pools
+    that it takes. Only a CPU runs `GatedTasks` (`has_flat`).
     """
 
     def __init__(self, layout: CellLayout, *, has_flat: bool):
         self.params: list[tuple[Array, ...]] = []
-        self.tasks: list[TaskFunction] = []
-        self.flat: list[FlatTaskFunction | None] = []
+        self.calls: list[Callable[..., Any]] = []
+        self.is_flat: list[bool] = []
         self.pools: list[tuple[int, ...]] = []
         for t in layout.types:
             cell: Any = t.cell
             graphdef, state = nnx.split(cell.module)
             leaves, tree = jax.tree.flatten(state)
-            self.params.append(tuple(leaves))
-            body = _Tasks(t, layout, graphdef, tree)
-            self.pools.append(body.pools)
-            self.tasks.append(jax.jit(body, donate_argnums=1))
             found = gated_tasks_of(t, layout, graphdef, tree, leaves) if has_flat else None
-            if found is None:
-                self.flat.append(None)
-                continue
-            flat, packed = found
-            self.flat.append(jax.jit(flat, donate_argnums=1))
-            self.params[-1] = *leaves, packed
+            body, packed = found or (_Tasks(t, layout, graphdef, tree), ())
+            self.params.append((*leaves, *packed))
+            self.calls.append(jax.jit(body, donate_argnums=1))
+            self.is_flat.append(found is not None)
+            self.pools.append(body.pools)
         self.read = jax.jit(_read)
-        self.write = jax.jit(_write, donate_argnums=0)
+        self.write = jax.jit(_set, donate_argnums=0)
 
 
 @final
 class _Tasks:
+    """A function that runs several tasks of one type and size, one after the other.
+
+    Its arguments are the leaves of the module's parameters; the pools of the type, in their order,
+    which are donated; what the rows of each task read and write (`CellLayout`); and the number of
+    tasks in `rows`, of which the rest is padding.
+
+    It returns the pools; the flags of each task's rows; and each emitted output of all tasks.
+    """
+
     def __init__(self, t: TypeLayout, layout: CellLayout, graphdef: Any, tree: Any):
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
@@ -310,7 +278,13 @@ class _Tasks:
         self._allows_infinite = cell.allows_infinite
         self._sources = sources_of(t)
 
-    def __call__(self, params, pools, rows, num_tasks):
+    def __call__(
+        self,
+        params: tuple[Array, ...],
+        pools: tuple[Array, ...],
+        rows: Int32[Array, "tasks batch width"],
+        num_tasks: Int32[Array, ""],
+    ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]:
         num, batch, _ = rows.shape
         specs = list(self._type.cell.outputs.values())
         emitted = tuple(
@@ -352,7 +326,9 @@ class _Tasks:
             before = self._before(pools, first)
             of_output = {source: gathered[name] for name, source in sources.items()}
             values = [
-                of_output[number] if number in of_output else _zeros(batch, spec)
+                of_output[number]
+                if number in of_output
+                else jnp.zeros((batch, *spec.shape), spec.dtype)
                 for number, spec in enumerate(t.cell.outputs.values())
             ]
 
@@ -430,7 +406,9 @@ class _Tasks:
             if self._is_fused():
                 given = [values[index] for index in mine]
                 to = jnp.concatenate([slots[index] for index in mine])
-                pools[number] = _scatter(pools[number], to, given)
+                pools[number] = scatter_pages(
+                    pools[number][None], to, jnp.concatenate(given)[None]
+                )[0]
                 continue
             for index in mine:
                 pools[number] = _set(pools[number], slots[index], values[index])
@@ -478,22 +456,10 @@ def _read(pool: Array, slots: Int32[Array, " n"]) -> Array:
     return pool.at[slots].get(mode="promise_in_bounds")
 
 
-def _write(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
-    return _set(pool, slots, values)
-
-
 def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
     if can_put_rows(pool):
         return put_rows(pool, slots, values)
     return pool.at[slots].set(values, mode="promise_in_bounds")
-
-
-def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Array:
-    return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
-
-
-def _zeros(batch: int, spec: ValueSpec) -> Array:
-    return jnp.zeros((batch, *spec.shape), spec.dtype)
 
 
 def _where(rows: Array, some: Array, others: Array) -> Array:

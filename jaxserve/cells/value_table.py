@@ -119,16 +119,12 @@ class ValueTable:
             found.append((pool, slot))
         return found
 
-    def fill(self, type: int, nodes: np.ndarray, rows: np.ndarray) -> None:
-        """Write to `rows` int32 [n, width] what the nodes of a task read and write."""
-        # The mode lets NumPy write to `rows` directly; ids of nodes are in range.
-        np.take(self._rows, nodes, axis=0, out=rows, mode="clip")
+    def rows_of(self, type: int, nodes: np.ndarray) -> np.ndarray:
+        """Return what the nodes of a task read and write, int32 [n, width]; of loops, a step."""
+        found = self._rows[nodes]
         if self._layout.types[type].is_loop:
             self._rows[nodes] = self._later[nodes]
-
-    def rows_of(self, nodes: np.ndarray) -> np.ndarray:
-        """Return what nodes that are no loops read and write, int32 [n, width]."""
-        return self._rows[nodes]
+        return found
 
     def absent(self, worker: int, type: int, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (pool, slots) that filled rows read and whose values a worker does not have."""

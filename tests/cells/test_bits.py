@@ -7,47 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve.cells import CellRuntime
-from jaxserve.cells.models import (
-    GRU,
-    LSTM,
-    CellModel,
-    Decoding,
-    Embedded,
-    Internal,
-    Leaf,
-    Predicting,
-    seq2seq_model,
-    sequence_model,
-    tree_lstm_model,
-)
 from jaxserve.kernels import build
+from tests.cells.shipped import model_of
 from tests.common.tiers import some
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 
-VOCAB, EMBED = 13, 12
-SIZES = (1, 4, 16)
+VOCAB = 13
 NUM_REQUESTS = 40
-
-
-def _model(kind: str) -> CellModel:
-    """Return a model; "large" ones have weights that no kernel keeps in the cache of a core."""
-    rngs = nnx.Rngs(0)
-    hidden = 264 if "large" in kind else 20
-    if "tree" in kind:
-        leaf, internal = Leaf(VOCAB, EMBED, hidden, rngs=rngs), Internal(hidden, rngs=rngs)
-        return tree_lstm_model(leaf, internal, leaf_batch_sizes=SIZES, internal_batch_sizes=SIZES)
-    step = GRU if "gru" in kind else LSTM
-    embedded = Embedded(step(EMBED, hidden, rngs=rngs), VOCAB, rngs=rngs)
-    if "loop" not in kind:
-        return sequence_model(embedded, batch_sizes=SIZES)
-    other = Embedded(step(EMBED, hidden, rngs=rngs), VOCAB, rngs=rngs)
-    decoding = Decoding(go=0, end=1, max_steps=lambda num: num + 3)
-    sizes: Any = {"encoder_batch_sizes": SIZES, "decoder_batch_sizes": SIZES}
-    return seq2seq_model(embedded, Predicting(other, rngs=rngs), decoding, **sizes)
 
 
 def _tree(random: Random, num_leaves: int) -> Any:
@@ -58,11 +27,16 @@ def _tree(random: Random, num_leaves: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", some(["lstm", "large lstm", "gru", "tree", "large tree", "lstm loop", "gru loop"], 3)
+    "kind",
+    some(["lstm", "large lstm", "gru", "tree", "large tree", "lstm seq2seq", "gru seq2seq"], 3),
 )
 def test_bits_do_not_depend_on_the_mix(kind: str):
-    """Of chains, trees and loops, by kernels for small weights and for large ones."""
-    random, model = Random(kind), _model(kind)
+    """Of chains, trees and loops, by kernels for small weights and for large ones.
+
+    Large ones are those that no kernel keeps in the cache of a core.
+    """
+    random, hidden = Random(kind), 264 if "large" in kind else 20
+    model = model_of(kind, vocab=VOCAB, embed=12, hidden=hidden, sizes=(1, 4, 16))
     given = [
         _tree(random, random.randint(1, 9))
         if "tree" in kind

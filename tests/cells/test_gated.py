@@ -7,49 +7,35 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve.cells import CellRuntime
 from jaxserve.cells.layout import CellLayout
-from jaxserve.cells.models import (
-    LSTM,
-    CellModel,
-    Embedded,
-    Internal,
-    Leaf,
-    folded,
-    sequence_model,
-    tree_lstm_model,
-)
+from jaxserve.cells.models import CellModel
 from jaxserve.cells.programs import CellPrograms
 from jaxserve.core.errors import NumericalError
 from jaxserve.kernels import build
 from jaxserve.testing import ExecutorWrapper, WrapAll
 from tests.cells.models.alone import evaluate
+from tests.cells.shipped import model_of
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 
 # States of more than 64 bytes lie in slots.
-VOCAB, EMBED, HIDDEN = 13, 5, 20
+VOCAB = 13
 CHAINS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 0]]
 TREES = [((1, 2), (3, (4, 5))), 6, (7, 8)]
 
 
 def _model(name: str) -> tuple[CellModel, list]:
-    rngs = nnx.Rngs(0)
-    if "tree" in name:
-        leaf = Leaf(VOCAB, EMBED, HIDDEN, rngs=rngs)
-        some = folded(leaf) if "folded" in name else leaf
-        return tree_lstm_model(some, Internal(HIDDEN, rngs=rngs)), TREES
-    step = Embedded(LSTM(EMBED, HIDDEN, rngs=rngs), VOCAB, rngs=rngs)
-    return sequence_model(folded(step) if "folded" in name else step), CHAINS
+    model = model_of(name, vocab=VOCAB, embed=5, hidden=20)
+    return model, TREES if "tree" in name else CHAINS
 
 
 @pytest.mark.parametrize("name", ["lstm", "folded_lstm", "tree", "folded_tree"])
 def test_answers_are_those_of_the_modules(name):
     """Both states of every request, alone and in a mix, whatever the order of h and c is."""
     model, inputs = _model(name)
-    assert None not in CellPrograms(CellLayout(model.cells), has_flat=True).flat
+    assert all(CellPrograms(CellLayout(model.cells), has_flat=True).is_flat)
     with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
         mixed = rt.generate(inputs)
         (alone,) = rt.generate(inputs[:1])
@@ -115,9 +101,10 @@ def test_eight_devices(name):
 
 def test_a_result_that_is_not_finite_ends_its_request_alone():
     """Its error names the node; requests of the same tasks have the bits that they have alone."""
-    embedded = Embedded(LSTM(EMBED, HIDDEN, rngs=nnx.Rngs(0)), VOCAB, rngs=nnx.Rngs(1))
-    embedded.table[...] = embedded.table[...].at[12].set(np.nan)
-    model = sequence_model(embedded)
+    model, _ = _model("lstm")
+    cell: Any = model.cells[0]
+    table = cell.module.table
+    table[...] = table[...].at[12].set(np.nan)
     with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
         good, bad, other = rt.generate([[1, 2, 3], [4, 12, 0], [5, 6, 7, 8]])
         (alone,) = rt.generate([[5, 6, 7, 8]])

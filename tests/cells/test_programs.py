@@ -8,54 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from jaxserve.cells.layout import CellLayout
-from jaxserve.cells.models import (
-    GRU,
-    LSTM,
-    CellModel,
-    Decoding,
-    Embedded,
-    Internal,
-    Leaf,
-    Predicting,
-    Stacked,
-    beam_search_model,
-    seq2seq_model,
-    sequence_model,
-    tree_lstm_model,
-)
 from jaxserve.cells.programs import CellPrograms
 from jaxserve.kernels.cross import targeting
+from tests.cells.shipped import model_of
 from tests.common.tiers import some
 
-HIDDEN, VOCAB, BATCH = 64, 90, 8
+HIDDEN, BATCH = 64, 8
 # A hidden size whose weights the CPU's kernel of gated cells refuses.
 LARGE = 384
-NAMES = ("stacked_lstm", "gru", "seq2seq", "beam_search", "tree_lstm")
+NAMES = ("stacked", "gru", "seq2seq", "beam_search", "tree")
 
 
-def _model(name: str, hidden: int = HIDDEN) -> CellModel:
-    rngs = nnx.Rngs(0)
-
-    def embedded(step) -> Embedded:
-        return Embedded(step, VOCAB, rngs=rngs)
-
-    def lstm() -> LSTM:
-        return LSTM(hidden, hidden, rngs=rngs)
-
-    if name == "tree_lstm":
-        leaf = Leaf(VOCAB, hidden, hidden, rngs=rngs)
-        return tree_lstm_model(leaf, Internal(hidden, rngs=rngs))
-    if name in ("seq2seq", "beam_search"):
-        decoding = Decoding(go=0, end=1, max_steps=lambda num: num)
-        parts = embedded(lstm()), Predicting(embedded(lstm()), rngs=rngs), decoding
-        is_search = name == "beam_search"
-        return beam_search_model(*parts, num_beams=4) if is_search else seq2seq_model(*parts)
-    if name == "gru":
-        return sequence_model(embedded(GRU(hidden, hidden, rngs=rngs)))
-    return sequence_model(embedded(Stacked([lstm(), lstm()])))
+def _layout(name: str, hidden: int = HIDDEN) -> CellLayout:
+    return CellLayout(model_of(name, vocab=90, embed=hidden, hidden=hidden).cells)
 
 
 def _arguments(layout: CellLayout, programs: CellPrograms, type: int) -> tuple[Any, ...]:
@@ -73,13 +40,13 @@ def _arguments(layout: CellLayout, programs: CellPrograms, type: int) -> tuple[A
 @pytest.mark.parametrize("name", some(NAMES))
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
-    layout = CellLayout(_model(name).cells)
+    layout = _layout(name)
     programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
         if t.cell.name == "beams":  # it copies the states of an encoder, once
             continue
         with targeting():
-            step: Any = programs.tasks[t.index]
+            step: Any = programs.calls[t.index]
             traced = step.trace(*_arguments(layout, programs, t.index))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         found = set(re.findall(r'name = "(\w+)"', text))
@@ -94,10 +61,10 @@ def test_gpus_gather_in_the_kernel(name):
 @pytest.mark.parametrize("name", some(NAMES))
 def test_cpus_update_pools_in_place(name, hidden):
     """No operation of a compiled task copies a pool, with the kernel of gated cells or without."""
-    layout = CellLayout(_model(name, hidden).cells)
+    layout = _layout(name, hidden)
     programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
-        step: Any = programs.tasks[t.index]
+        step: Any = programs.calls[t.index]
         text = step.lower(*_arguments(layout, programs, t.index)).compile().as_text()
         pools = rf"f32\[(?:50|50,4|200),{hidden}\]"
         assert re.search(pools, text)

@@ -9,23 +9,13 @@ from flax import nnx
 
 from jaxserve.cells import Cell, CellRuntime, Graph, Repeat
 from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, CellLayout
-from jaxserve.cells.models import (
-    GRU,
-    LSTM,
-    CellModel,
-    Decoding,
-    Embedded,
-    Predicting,
-    Stacked,
-    beam_search_model,
-    seq2seq_model,
-    sequence_model,
-)
+from jaxserve.cells.models import GRU, CellModel, Embedded
 from jaxserve.cells.programs import sources_of, stay_in_place
 from jaxserve.cells.values import ValueSpec
+from tests.cells.shipped import model_of
 from tests.common.tiers import some
 
-HIDDEN, VOCAB, SIZES = 20, 11, (1, 4)
+HIDDEN, VOCAB = 20, 11
 STATE, NUMBER = ValueSpec((HIDDEN,), np.dtype(np.float32)), ValueSpec((), np.dtype(np.int32))
 
 
@@ -57,38 +47,13 @@ def _mixing_model() -> CellModel:
     return CellModel((cell, loop), unfold)
 
 
-def _model(name: str) -> CellModel:
-    rngs = nnx.Rngs(0)
-
-    def embedded(step) -> Embedded:
-        return Embedded(step, VOCAB, rngs=rngs)
-
-    if name == "mixing":
-        return _mixing_model()
-    if name == "gru":
-        return sequence_model(embedded(GRU(HIDDEN, HIDDEN, rngs=rngs)), batch_sizes=SIZES)
-    if name == "lstm":  # one kernel runs its tasks
-        return sequence_model(embedded(LSTM(HIDDEN, HIDDEN, rngs=rngs)), batch_sizes=SIZES)
-    if name == "stacked":
-        step = Stacked([LSTM(HIDDEN, HIDDEN, rngs=rngs) for _ in range(2)])
-        return sequence_model(embedded(step), batch_sizes=SIZES)
-    parts = [embedded(LSTM(HIDDEN, HIDDEN, rngs=rngs)) for _ in range(2)]
-    decoder = Predicting(parts[1], rngs=rngs)
-    decoding = Decoding(go=0, end=3, max_steps=lambda num: num + 9)
-    sizes = {"encoder_batch_sizes": SIZES, "decoder_batch_sizes": SIZES}
-    if name == "beam_search":
-        return beam_search_model(
-            parts[0], decoder, decoding, num_beams=3, length_penalty=0.0, **sizes
-        )
-    return seq2seq_model(parts[0], decoder, decoding, **sizes)
-
-
 @pytest.mark.parametrize(
     "name", some(["lstm", "gru", "stacked", "mixing", "seq2seq", "beam_search"], 0, 4)
 )
 def test_bits_do_not_depend_on_runs(name):
     """One task a call, which gathers and scatters, gives what many tasks a call give."""
-    model = _model(name)
+    shape = {"vocab": VOCAB, "embed": HIDDEN, "hidden": HIDDEN, "sizes": (1, 4)}
+    model = _mixing_model() if name == "mixing" else model_of(name, **shape)
     random = np.random.default_rng(0)
     inputs = [random.integers(0, VOCAB, num).tolist() for num in (7, 2, 12, 1, 9, 6, 8)]
     found = []

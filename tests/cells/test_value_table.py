@@ -39,8 +39,7 @@ def test_a_slot_holds_its_value_until_nothing_takes_it(graph, seed):
         first = random.choice(ready)
         nodes = [n for n in ready if structure.types[n] == structure.types[first]]
         nodes = np.array(nodes)[: random.integers(1, len(nodes) + 1)]
-        rows = np.zeros((len(nodes), layout.width), np.int32)
-        table.fill(structure.types[first], nodes + 8, rows)
+        rows = table.rows_of(structure.types[first], nodes + 8)
         for node, row in zip(nodes.tolist(), rows, strict=True):
             taken = [held[slot] for slot in row[: layout.max_inputs] if slot in held]
             assert set(taken) == set(structure.predecessors[node])
