@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -95,21 +95,6 @@ class BaseCell:
         found.batch_sizes = _checked_sizes(self.name, batch_sizes)
         return found
 
-    def without_module(self, max_batch: int) -> BaseCell:
-        """Return a cell of the same type without the sizes over a limit, for simulations only."""
-        return BaseCell(
-            self.key,
-            self.name,
-            self.inputs,
-            self.outputs,
-            priority=self.priority,
-            batch_sizes=[size for size in self.batch_sizes if size <= max_batch],
-            is_loop=self.is_loop,
-            emits=self.emits,
-            carry=self.carry,
-            ends_by_itself=self.ends_by_itself,
-        )
-
     def __call__(self, *only: Any, **inputs: Any) -> Node:
         """Return a node with these inputs: outputs of other nodes, and constants.
 
@@ -147,26 +132,40 @@ class BaseCell:
             [self._constants(name, each[name]) if name in each else None for name in self.inputs]
         )
         lengths = {len(values) for values in constants if values is not None}
-        # Chains whose other inputs are plain numbers are cached, so that they are bound once.
-        key = None
-        if all([type(value) in (int, float) for value in inputs.values()]):
-            types = tuple(map(type, inputs.values()))
-            key = tuple(each), tuple(carry.items()), tuple(inputs.items()), types
-        form = None if key is None else self._chains.get(key)
-        if form is not None and len(lengths) == 1 and 0 not in lengths:
-            bound = tuple(
-                [
-                    one if values is None else values[0]
-                    for one, values in zip(form.inputs, constants, strict=True)
-                ]
-            )
-            return Node(self, bound, block=Chain(lengths.pop(), constants, form.carry, form))
         if len(lengths) != 1 or 0 in lengths or self.is_loop or not carry:
             raise InvalidGraphError(
                 f"a chain of cell {self.name!r} was given {sorted(lengths)} values of the inputs "
                 f"{list(each)} and carry={dict(carry)}; pass as many of each input, at least one, "
                 "and an input to carry, for a cell that is not a Repeat"
             )
+        # Chains whose other inputs are plain numbers share a form, so that they are bound once.
+        key = form = None
+        if all([type(value) in (int, float) for value in inputs.values()]):
+            types = tuple(map(type, inputs.values()))
+            key = tuple(each), tuple(carry.items()), tuple(inputs.items()), types
+            form = self._chains.get(key)
+        if form is None:
+            is_shared = key is not None and len(self._chains) < _MAX_FORMS
+            form = self._chain_form(constants, each, carry, inputs, is_shared=is_shared)
+            if is_shared:
+                self._chains[key] = form
+        bound = tuple(
+            [
+                one if values is None else values[0]
+                for one, values in zip(form.inputs, constants, strict=True)
+            ]
+        )
+        return Node(self, bound, block=Chain(lengths.pop(), constants, form))
+
+    def _chain_form(
+        self,
+        constants: Sequence[np.ndarray | None],
+        each: Collection[str],
+        carry: Mapping[str, str],
+        inputs: Mapping[str, Any],
+        *,
+        is_shared: bool,
+    ) -> ChainForm:
         for name, output in carry.items():
             spec = self.inputs.get(name)
             if spec is None or name in each or self.outputs.get(output) != spec:
@@ -181,16 +180,11 @@ class BaseCell:
         }
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
-        carried = tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs)
-        if key is not None and len(self._chains) < _MAX_FORMS:
-            form = self._chains[key] = ChainForm(
-                [
-                    one if values is None else None
-                    for one, values in zip(bound, constants, strict=True)
-                ],
-                carried,
-            )
-        return Node(self, bound, block=Chain(lengths.pop(), constants, carried, form))
+        return ChainForm(
+            [one if values is None else None for one, values in zip(bound, constants, strict=True)],
+            tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs),
+            is_shared,
+        )
 
     def tree(
         self,
@@ -242,7 +236,7 @@ class BaseCell:
         if isinstance(pairs, TreeShape) and len(joined) == num_leaves - 1:
             shape = pairs
         else:
-            shape = TreeShape.of(checked_pairs(self.name, joined, num_leaves))
+            shape = TreeShape(checked_pairs(self.name, joined, num_leaves))
         return Node(self, (), block=Tree(form, constants, shape))
 
     def _tree_form(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.cells.tree_shape import TreeShape
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
-# See `CellGraph`.
-_Structure: TypeAlias = "tuple[tuple[int, ...], _Edges, tuple[int, ...], frozenset[int]]"
 
 # Values without a single successor. After adding a graph's first node id they stay distinct and
 # negative.
@@ -72,35 +70,25 @@ class Links(NamedTuple):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class CellGraph:
     """The structure of a request's graph. Nodes are numbered from 0, dependencies first.
 
-    Instances never change and are shared by graphs of the same structure (`cell_graph`).
+    Instances never change, and graphs share them with their plans.
 
     Attributes:
       types: index of the cell type of each node.
+      edges: `predecessors`, or a function that returns them, since schedulers may not need them.
       max_steps: most times that each node runs; 1 except for loops.
       loop_types: the types that are loops.
-
-    Args:
-      predecessors: a function that returns them, for graphs whose schedulers may not need them.
-      links: its links, if they are known.
+      known_links: its `links`, if they are known.
     """
 
-    def __init__(
-        self,
-        types: tuple[int, ...],
-        predecessors: _Edges | Callable[[], _Edges],
-        max_steps: tuple[int, ...],
-        loop_types: frozenset[int] = frozenset(),
-        *,
-        links: Links | None = None,
-    ):
-        self.types = types
-        self.max_steps = max_steps
-        self.loop_types = loop_types
-        self._given_predecessors = predecessors
-        self._given_links = links
+    types: tuple[int, ...]
+    edges: _Edges | Callable[[], _Edges]
+    max_steps: tuple[int, ...]
+    loop_types: frozenset[int] = frozenset()
+    known_links: Links | None = None
 
     def __len__(self) -> int:
         return len(self.types)
@@ -108,8 +96,7 @@ class CellGraph:
     @cached_property
     def predecessors(self) -> _Edges:
         """For each node the nodes whose outputs it takes, each once."""
-        given = self._given_predecessors
-        return given() if callable(given) else given
+        return self.edges() if callable(self.edges) else self.edges
 
     @cached_property
     def successors(self) -> _Edges:
@@ -139,23 +126,7 @@ class CellGraph:
     @cached_property
     def links(self) -> Links:
         """The edges, and the partition into subgraphs; any thread may compute them."""
-        return self._given_links or _links_of(self)
-
-
-# Sentences have few distinct lengths. Trees rarely repeat, and cost the garbage collector time.
-_structures: LRUCache[_Structure, CellGraph] = LRUCache(1 << 14)
-
-
-def cell_graph(
-    types: tuple[int, ...],
-    predecessors: _Edges,
-    max_steps: tuple[int, ...],
-    loop_types: frozenset[int] = frozenset(),
-) -> CellGraph:
-    """Return the graph of a structure; the same object as before while it is cached."""
-    key = types, predecessors, max_steps, loop_types
-    found = _structures.get(key)
-    return found or _structures.add(key, CellGraph(*key), len(types))
+        return self.known_links or _links_of(self)
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
@@ -171,7 +142,7 @@ def chain_graph(type: int, num_nodes: int) -> CellGraph:
         (type,) * num_nodes,
         lambda: ((), *((node,) for node in range(num_nodes - 1))),
         (1,) * num_nodes,
-        links=Links(rows, heads, {}, entries),
+        known_links=Links(rows, heads, {}, entries),
     )
 
 
@@ -197,7 +168,7 @@ def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
         types,
         lambda: (*[()] * num, *map(tuple, pairs.tolist())),
         max_steps,
-        links=Links(rows, heads, {}, entries),
+        known_links=Links(rows, heads, {}, entries),
     )
 
 

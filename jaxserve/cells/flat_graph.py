@@ -9,17 +9,15 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
+from jaxserve.cells.cell_graph import CellGraph, chain_graph, tree_graph
 from jaxserve.cells.graph import Chain, Graph, Node, Output, Steps, Then, Tree, parts_of
-from jaxserve.cells.layout import CellLayout, TypeLayout, words_of, words_of_each
+from jaxserve.cells.layout import CellLayout, TypeLayout, words_of_each
 from jaxserve.cells.tree_shape import TreeShape
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
-# Graphs of more calls than this are not looked up by their structure.
-_MAX_CALLS = 8
 # Codes of inputs and outputs without a slot of the graph, and the first code with one.
 ZEROS, TRASH, WORDS, FIRST_SLOT = 0, 1, 2, 3
-# Sources of inputs: the first two entries of `_PlanBuilder._others`.
+# Sources of inputs: the first two entries of `_Flattener._others`.
 _FROM_ZEROS, _FROM_WORDS = -1, -2
 
 
@@ -76,7 +74,6 @@ class GraphPlan(NamedTuple):
     """
 
     graph: CellGraph
-    num_nodes: int
     codes: np.ndarray
     types: np.ndarray
     num_slots: tuple[int, ...]
@@ -115,7 +112,7 @@ class FlatGraph(NamedTuple):
 
     @property
     def num_nodes(self) -> int:
-        return self.plan.num_nodes
+        return len(self.plan.types)
 
     def pool_of(self, value: int, layout: CellLayout) -> int:
         node, output = divmod(value, layout.stride)
@@ -164,7 +161,9 @@ def _form_of(graph: Graph) -> Hashable | None:
     """Return the key of the plan of a graph that is one tree or chain with a form; else None."""
     node = graph.nodes[0]
     block = node.block
-    if block is None or block.form is None or len(graph.nodes) > 1 or graph.keep:
+    if block is None or len(graph.nodes) > 1 or graph.keep:
+        return None
+    if isinstance(block, Chain) and not block.form.is_shared:
         return None
     structure = block.shape.key if isinstance(block, Tree) else block.num_nodes
     found: list[Hashable] = [block.form, structure]
@@ -196,12 +195,14 @@ def _words(graph: Graph, layout: CellLayout, types: Sequence[TypeLayout]) -> np.
             elif type(value) is int:
                 found[rows, columns] = value
             elif type(value) is not Output and value is not t.zeros[number]:
-                found[rows, columns] = words_of(np.asarray(value))
+                found[rows, columns] = words_of_each(np.asarray(value)[None])[0]
     return found
 
 
 @final
 class _Flattener:
+    """Makes a graph flat, node by node; `known` values of the previous graph were kept."""
+
     def __init__(self, graph: Graph, layout: CellLayout, kept: Mapping[tuple[Node, int], int]):
         self._graph = graph
         self._layout = layout
@@ -213,22 +214,31 @@ class _Flattener:
         for node in graph.nodes:
             end += node.num_nodes
             self._row_of[node] = end - 1
+        # Of the plan, for each row.
+        self._row_types: list[int] = []
+        self._max_steps: list[int] = []
+        self._predecessors: list[tuple[int, ...]] = []
+        # The value of each input; -1 - i for entry i of `_others`.
+        self._sources: list[list[int]] = []
+        # A code, a large constant with its pool, or -1 for the next kept value.
+        self._others: list[int | tuple[int, np.ndarray]] = [ZEROS, WORDS]
+        self._constants: dict[tuple[int, bytes], int] = {}  # sources by pool and content
+        self._kept: dict[int, int] = {}  # sources by the previous graph's value
 
     def flat_graph(self) -> FlatGraph:
         graph, layout = self._graph, self._layout
-        structure = self._structure()
+        keep = {(one.node, one.index): self._value(one) for one in graph.keep}
+        structure, kept = self._structure(tuple(keep.values()))
         plan = None if structure is None else layout.plans.get(structure)
         words = _words(graph, layout, self._types)
         if plan is not None:
-            return FlatGraph(plan, words, (), {}, (), graph.then)
-        builder = _PlanBuilder(layout, self._row_of, self._known)
+            return FlatGraph(plan, words, (), keep, kept, graph.then)
         for t, node in zip(self._types, graph.nodes, strict=True):
-            builder.add(t, node)
-        keep = {(one.node, one.index): self._value(one) for one in graph.keep}
-        plan, constants = builder.plan(self._wanted(), list(keep.values()))
+            self._add(t, node)
+        plan, constants = self._plan(self._wanted(), list(keep.values()))
         if structure is not None:
-            layout.plans.add(structure, plan, plan.num_nodes)
-        return FlatGraph(plan, words, constants, keep, builder.kept, graph.then)
+            layout.plans.add(structure, plan, len(plan.types))
+        return FlatGraph(plan, words, constants, keep, tuple(self._kept), graph.then)
 
     def _type_of(self, node: Node) -> TypeLayout:
         layout = self._layout
@@ -263,39 +273,192 @@ class _Flattener:
             )
         return row * self._layout.stride + output.index
 
-    def _structure(self) -> Hashable | None:
-        """Return the key of the plan, for graphs of chains and few calls; None for other graphs.
+    def _structure(self, keep: tuple[int, ...]) -> tuple[Hashable | None, tuple[int, ...]]:
+        """Return the key of the plan, and the values of the previous graph that it takes.
 
-        It is also None for graphs with large constants, trees, or values of another graph.
+        The key is None for graphs with trees or large constants.
         """
-        nodes = self._graph.nodes
-        if len(nodes) > _MAX_CALLS or self._graph.keep or isinstance(nodes[0].block, Tree):
-            return None
-        found: list[Hashable] = []
+        found: list[Hashable] = [keep]
+        kept: dict[int, int] = {}  # value -> its place
         for name, result in self._graph.outputs.items():
             values = tuple([self._value(one) for one in parts_of(result)])
             found += (name, type(result), values)
-        for t, node in zip(self._types, nodes, strict=True):
+        for t, node in zip(self._types, self._graph.nodes, strict=True):
             block = node.block
             if isinstance(block, Tree):
-                return None
+                return None, ()
             found += (t.index, node.max_steps, node.num_nodes)
             if block is not None:
-                found.append(block.carry)
+                found.append(block.form.carry)
                 for each, words in zip(block.each, t.words, strict=True):
                     if each is not None and words is None:
-                        return None
+                        return None, ()
             for number, value in enumerate(node.inputs):
                 if type(value) is Output:
                     row = self._row_of.get(value.node)
                     if row is None:
-                        return None
-                    found.append((row, value.index))
+                        found.append(kept.setdefault(self._known_value(node, value), len(kept)))
+                    else:
+                        found.append((row, value.index))
                 elif t.words[number] is not None or value is t.zeros[number]:
                     found.append(None)
                 else:
-                    return None
-        return tuple(found)
+                    return None, ()
+        return tuple(found), tuple(kept)
+
+    def _add(self, t: TypeLayout, node: Node) -> None:
+        block = node.block
+        if isinstance(block, Tree):
+            self._add_tree(t, block)
+            return
+        sources: list[int] = []
+        for number, value in enumerate(node.inputs):
+            if type(value) is Output:
+                sources.append(self._source_of(node, value))
+            else:
+                sources.append(self._constant(t, number, np.asarray(value)))
+        self._append(t, sources, node.max_steps)
+        if block is not None:
+            self._extend(t, block, sources)
+
+    def _plan(
+        self, wanted: WantedValues, keep: Sequence[int]
+    ) -> tuple[GraphPlan, tuple[LargeConstant, ...]]:
+        """Return the plan and the large constants of the nodes; the next graph may take `keep`."""
+        layout, stride, num_nodes = self._layout, self._layout.stride, len(self._row_types)
+        graph = CellGraph(
+            tuple(self._row_types),
+            tuple(self._predecessors),
+            tuple(self._max_steps),
+            layout.loop_types,
+        )
+        uses = [0] * (num_nodes * stride)
+        for taken in self._sources:
+            for value in taken:
+                if value >= 0:
+                    uses[value] += 1
+        for value in (*[value for value, _ in wanted], *keep):
+            uses[value] += 1
+        loops = [node for node, type in enumerate(self._row_types) if type in layout.loop_types]
+        for node in loops:
+            for output in layout.types[self._row_types[node]].carry:
+                if output >= 0:
+                    uses[node * stride + output] += 1
+        slots, flags, num_slots = plan_slots(layout, graph, self._sources, uses)
+        given: list[tuple[int, int, np.ndarray]] = []  # pool, slot, array
+        for other in self._others:
+            if isinstance(other, tuple):
+                pool, array = other
+                given.append((pool, num_slots[pool], array))
+                num_slots[pool] += 1
+        bases = list(accumulate(num_slots, initial=FIRST_SLOT))
+        constants = tuple((pool, bases[pool] + slot, array) for pool, slot, array in given)
+        return GraphPlan(
+            graph=graph,
+            codes=self._codes(slots, flags, bases, constants),
+            types=np.array(self._row_types, np.int32),
+            num_slots=tuple(num_slots),
+            loops=tuple(loops),
+            returned=Returned(wanted, stride, loops),
+        ), constants
+
+    def _codes(
+        self,
+        slots: Sequence[int],
+        flags: Sequence[int],
+        bases: Sequence[int],
+        constants: Sequence[LargeConstant],
+    ) -> np.ndarray:
+        layout, num_nodes = self._layout, len(self._row_types)
+        pools = layout.output_pools[self._row_types]
+        of_values = np.reshape(slots, (num_nodes, layout.stride))
+        of_values = np.where(of_values >= 0, of_values + np.array(bases)[pools], TRASH)
+        left, kept = iter(constants), iter(range(bases[-1], bases[-1] + len(self._kept)))
+        others = [
+            next(left)[1] if isinstance(other, tuple) else next(kept) if other < 0 else other
+            for other in self._others
+        ]
+        lookup = np.concatenate([others[::-1], of_values.ravel()])
+        codes = np.full((num_nodes, layout.first_word), TRASH, np.int32)
+        codes[:, : layout.max_inputs] = lookup[np.array(self._sources) + len(others)]
+        codes[:, layout.first_output : layout.flag] = of_values
+        if layout.done_pool is not None:
+            of_flags = np.array(flags)
+            codes[:, layout.flag] = np.where(
+                of_flags >= 0, of_flags + bases[layout.done_pool], TRASH
+            )
+        return codes
+
+    def _append(self, t: TypeLayout, sources: list[int], max_steps: int = 1) -> None:
+        stride = self._layout.stride
+        self._row_types.append(t.index)
+        self._max_steps.append(max_steps)
+        self._predecessors.append(
+            tuple(dict.fromkeys([value // stride for value in sources if value >= 0]))
+        )
+        self._sources.append(sources + [_FROM_ZEROS] * (self._layout.max_inputs - len(sources)))
+
+    def _extend(self, t: TypeLayout, chain: Chain, first: list[int]) -> None:
+        stride = self._layout.stride
+        for number in range(1, chain.num_nodes):
+            before = (len(self._row_types) - 1) * stride
+            sources = list(first)
+            for column, (output, each) in enumerate(zip(chain.form.carry, chain.each, strict=True)):
+                if output >= 0:
+                    sources[column] = before + output
+                elif each is not None:
+                    sources[column] = self._constant(t, column, each[number])
+            self._append(t, sources)
+
+    def _add_tree(self, t: TypeLayout, tree: Tree) -> None:
+        first, stride = len(self._row_types), self._layout.stride
+        leaf = self._layout.types[self._layout.index_of[tree.form.leaf.key]]
+        for number in range(tree.num_leaves):
+            self._append(
+                leaf, [self._constant(leaf, i, each[number]) for i, each in enumerate(tree.each)]
+            )
+        for pair in tree.shape.pairs.tolist():
+            sources = []
+            for side, output in zip(tree.form.sides, tree.form.outputs, strict=True):
+                cell = tree.form.leaf if pair[side] < tree.num_leaves else t.cell
+                sources.append((first + pair[side]) * stride + cell.output_index[output])
+            self._append(t, sources)
+
+    def _source_of(self, node: Node, value: Output) -> int:
+        row = self._row_of.get(value.node)
+        if row is not None:
+            return row * self._layout.stride + value.index
+        known = self._known_value(node, value)
+        found = self._kept.get(known)
+        if found is None:
+            found = self._kept[known] = self._other(-1)
+        return found
+
+    def _known_value(self, node: Node, value: Output) -> int:
+        """Return a value of the previous graph; raises InvalidGraphError if it was not kept."""
+        known = self._known.get((value.node, value.index))
+        if known is None:
+            raise InvalidGraphError(
+                f"{node} takes {value}, of another graph; list it in that graph's keep, and take "
+                "it in the graph that its `then` returns"
+            )
+        return known
+
+    def _constant(self, t: TypeLayout, number: int, value: np.ndarray) -> int:
+        """Return the source of a constant of a type's input; equal large ones share a slot."""
+        if t.words[number] is not None:
+            return _FROM_WORDS
+        if not value.any():
+            return _FROM_ZEROS
+        key = t.input_pools[number], value.tobytes()
+        found = self._constants.get(key)
+        if found is None:
+            found = self._constants[key] = self._other((t.input_pools[number], value))
+        return found
+
+    def _other(self, entry: int | tuple[int, np.ndarray]) -> int:
+        self._others.append(entry)
+        return -len(self._others)
 
 
 # Slots that are free when a node runs, by pool.
@@ -374,179 +537,6 @@ def _joined(some: _Spare, others: _Spare | None) -> _Spare:
     return some
 
 
-@final
-class _PlanBuilder:
-    """Builds the plan of a graph, node by node; `known` values of the previous graph were kept."""
-
-    def __init__(
-        self, layout: CellLayout, row_of: Mapping[Node, int], known: Mapping[tuple[Node, int], int]
-    ):
-        self._layout = layout
-        self._row_of = row_of
-        self._known = known
-        self._types: list[int] = []
-        self._max_steps: list[int] = []
-        self._predecessors: list[tuple[int, ...]] = []
-        # The value of each input; -1 - i for entry i of `_others`.
-        self._sources: list[list[int]] = []
-        # A code, a large constant with its pool, or -1 for the next kept value.
-        self._others: list[int | tuple[int, np.ndarray]] = [ZEROS, WORDS]
-        self._constants: dict[tuple[int, bytes], int] = {}  # sources by pool and content
-        self._kept: dict[int, int] = {}  # sources by the previous graph's value
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The kept values that its nodes take, in the previous graph's numbering."""
-        return tuple(self._kept)
-
-    def add(self, t: TypeLayout, node: Node) -> None:
-        block = node.block
-        if isinstance(block, Tree):
-            self._add_tree(t, block)
-            return
-        sources: list[int] = []
-        for number, value in enumerate(node.inputs):
-            if type(value) is Output:
-                sources.append(self._source_of(node, value))
-            else:
-                sources.append(self._constant(t, number, np.asarray(value)))
-        self._append(t, sources, node.max_steps)
-        if block is not None:
-            self._extend(t, block, sources)
-
-    def plan(
-        self, wanted: WantedValues, keep: Sequence[int]
-    ) -> tuple[GraphPlan, tuple[LargeConstant, ...]]:
-        """Return the plan and the large constants of the nodes; the next graph may take `keep`."""
-        layout, stride, num_nodes = self._layout, self._layout.stride, len(self._types)
-        graph = cell_graph(
-            tuple(self._types), tuple(self._predecessors), tuple(self._max_steps), layout.loop_types
-        )
-        uses = [0] * (num_nodes * stride)
-        for taken in self._sources:
-            for value in taken:
-                if value >= 0:
-                    uses[value] += 1
-        for value in (*[value for value, _ in wanted], *keep):
-            uses[value] += 1
-        loops = [node for node, type in enumerate(self._types) if type in layout.loop_types]
-        for node in loops:
-            for output in layout.types[self._types[node]].carry:
-                if output >= 0:
-                    uses[node * stride + output] += 1
-        slots, flags, num_slots = plan_slots(layout, graph, self._sources, uses)
-        given: list[tuple[int, int, np.ndarray]] = []  # pool, slot, array
-        for other in self._others:
-            if isinstance(other, tuple):
-                pool, array = other
-                given.append((pool, num_slots[pool], array))
-                num_slots[pool] += 1
-        bases = list(accumulate(num_slots, initial=FIRST_SLOT))
-        constants = tuple((pool, bases[pool] + slot, array) for pool, slot, array in given)
-        return GraphPlan(
-            graph=graph,
-            num_nodes=num_nodes,
-            codes=self._codes(slots, flags, bases, constants),
-            types=np.array(self._types, np.int32),
-            num_slots=tuple(num_slots),
-            loops=tuple(loops),
-            returned=Returned(wanted, stride, loops),
-        ), constants
-
-    def _codes(
-        self,
-        slots: Sequence[int],
-        flags: Sequence[int],
-        bases: Sequence[int],
-        constants: Sequence[LargeConstant],
-    ) -> np.ndarray:
-        layout, num_nodes = self._layout, len(self._types)
-        pools = layout.output_pools[self._types]
-        of_values = np.reshape(slots, (num_nodes, layout.stride))
-        of_values = np.where(of_values >= 0, of_values + np.array(bases)[pools], TRASH)
-        left, kept = iter(constants), iter(range(bases[-1], bases[-1] + len(self._kept)))
-        others = [
-            next(left)[1] if isinstance(other, tuple) else next(kept) if other < 0 else other
-            for other in self._others
-        ]
-        lookup = np.concatenate([others[::-1], of_values.ravel()])
-        codes = np.full((num_nodes, layout.first_word), TRASH, np.int32)
-        codes[:, : layout.max_inputs] = lookup[np.array(self._sources) + len(others)]
-        codes[:, layout.first_output : layout.flag] = of_values
-        if layout.done_pool is not None:
-            of_flags = np.array(flags)
-            codes[:, layout.flag] = np.where(
-                of_flags >= 0, of_flags + bases[layout.done_pool], TRASH
-            )
-        return codes
-
-    def _append(self, t: TypeLayout, sources: list[int], max_steps: int = 1) -> None:
-        stride = self._layout.stride
-        self._types.append(t.index)
-        self._max_steps.append(max_steps)
-        self._predecessors.append(
-            tuple(dict.fromkeys([value // stride for value in sources if value >= 0]))
-        )
-        self._sources.append(sources + [_FROM_ZEROS] * (self._layout.max_inputs - len(sources)))
-
-    def _extend(self, t: TypeLayout, chain: Chain, first: list[int]) -> None:
-        stride = self._layout.stride
-        for number in range(1, chain.num_nodes):
-            before = (len(self._types) - 1) * stride
-            sources = list(first)
-            for column, (output, each) in enumerate(zip(chain.carry, chain.each, strict=True)):
-                if output >= 0:
-                    sources[column] = before + output
-                elif each is not None:
-                    sources[column] = self._constant(t, column, each[number])
-            self._append(t, sources)
-
-    def _add_tree(self, t: TypeLayout, tree: Tree) -> None:
-        first, stride = len(self._types), self._layout.stride
-        leaf = self._layout.types[self._layout.index_of[tree.form.leaf.key]]
-        for number in range(tree.num_leaves):
-            self._append(
-                leaf, [self._constant(leaf, i, each[number]) for i, each in enumerate(tree.each)]
-            )
-        for pair in tree.shape.pairs.tolist():
-            sources = []
-            for side, output in zip(tree.form.sides, tree.form.outputs, strict=True):
-                cell = tree.form.leaf if pair[side] < tree.num_leaves else t.cell
-                sources.append((first + pair[side]) * stride + cell.output_index[output])
-            self._append(t, sources)
-
-    def _source_of(self, node: Node, value: Output) -> int:
-        row = self._row_of.get(value.node)
-        if row is not None:
-            return row * self._layout.stride + value.index
-        known = self._known.get((value.node, value.index))
-        if known is None:
-            raise InvalidGraphError(
-                f"{node} takes {value}, of another graph; list it in that graph's keep, and take "
-                "it in the graph that its `then` returns"
-            )
-        found = self._kept.get(known)
-        if found is None:
-            found = self._kept[known] = self._other(-1)
-        return found
-
-    def _constant(self, t: TypeLayout, number: int, value: np.ndarray) -> int:
-        """Return the source of a constant of a type's input; equal large ones share a slot."""
-        if t.words[number] is not None:
-            return _FROM_WORDS
-        if not value.any():
-            return _FROM_ZEROS
-        key = t.input_pools[number], value.tobytes()
-        found = self._constants.get(key)
-        if found is None:
-            found = self._constants[key] = self._other((t.input_pools[number], value))
-        return found
-
-    def _other(self, entry: int | tuple[int, np.ndarray]) -> int:
-        self._others.append(entry)
-        return -len(self._others)
-
-
 def _plan_of_a_chain(graph: Graph, layout: CellLayout, key: Hashable) -> GraphPlan | None:
     """Return the plan of one chain, in which each carried output stays in one slot.
 
@@ -561,24 +551,24 @@ def _plan_of_a_chain(graph: Graph, layout: CellLayout, key: Hashable) -> GraphPl
     for words, value, zeros in zip(t.words, node.inputs, t.zeros, strict=True):
         if words is None and value is not zeros:
             return None
-    last = (num - 1) * layout.stride
     found = [
         (name, output.index) for name, output in graph.outputs.items() if type(output) is Output
     ]
-    returned = tuple(sorted({output for _, output in found}))
-    # For all lengths: the codes of the first node, of the inner nodes, and of the last one.
-    ends_key = "chain", t.index, chain.carry, returned, min(num, 2)
-    ends = layout.plans.get(ends_key) or layout.plans.add(
-        ends_key, _ends_of_a_chain(layout, t, chain, returned), 3
-    )
-    num_slots, (of_first, within, of_last) = ends
-    codes = np.empty((num, layout.first_word), np.int32)
-    codes[:] = within
-    codes[0], codes[-1] = of_first, of_last
+    returned = sorted({output for _, output in found})
+    carried = [(i, output) for i, output in enumerate(chain.form.carry) if output >= 0 and num > 1]
+    used = sorted({*returned, *[output for _, output in carried]})
+    num_slots, code_of = _slots(layout, t, dict.fromkeys(used, 1))
+    codes = np.full((num, layout.first_word), TRASH, np.int32)
+    codes[:, : layout.max_inputs] = ZEROS
+    codes[:, : t.num_inputs] = [ZEROS if words is None else WORDS for words in t.words]
+    for number, output in carried:
+        codes[1:, number] = codes[:-1, layout.first_output + output] = code_of[output]
+    for output in returned:
+        codes[-1, layout.first_output + output] = code_of[output]
+    last = (num - 1) * layout.stride
     wanted = tuple([(last + output, Wanted(name)) for name, output in found])
     plan = GraphPlan(
         graph=chain_graph(t.index, num),
-        num_nodes=num,
         codes=codes,
         types=np.full(num, t.index, np.int32),
         num_slots=num_slots,
@@ -586,25 +576,6 @@ def _plan_of_a_chain(graph: Graph, layout: CellLayout, key: Hashable) -> GraphPl
         returned=Returned(wanted, layout.stride, ()),
     )
     return layout.plans.add(key, plan, num)
-
-
-def _ends_of_a_chain(
-    layout: CellLayout, t: TypeLayout, chain: Chain, returned: Sequence[int]
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the slots of each pool, and the codes of a chain's first, inner and last nodes."""
-    carry = chain.carry if chain.num_nodes > 1 else ()
-    carried = [output for output in carry if output >= 0]
-    num_slots, code_of = _slots(layout, t, dict.fromkeys(sorted({*carried, *returned}), 1))
-    codes = np.full((3, layout.first_word), TRASH, np.int32)
-    codes[:, : layout.max_inputs] = ZEROS
-    codes[:, : t.num_inputs] = [ZEROS if words is None else WORDS for words in t.words]
-    for number, output in enumerate(carry):
-        if output >= 0:
-            codes[1:, number] = code_of[output]
-            codes[:-1, layout.first_output + output] = code_of[output]
-    for output in returned:
-        codes[-1, layout.first_output + output] = code_of[output]
-    return num_slots, codes
 
 
 def _plan_of_a_tree(graph: Graph, layout: CellLayout, key: Hashable) -> GraphPlan | None:
@@ -678,7 +649,6 @@ class _TreesOfASize:
         codes[num:, self._columns] = slot[num:, None] + self._of_outputs
         return GraphPlan(
             graph=tree_graph(self._leaf, self._pair, shape),
-            num_nodes=len(slot),
             codes=codes,
             types=self._types,
             num_slots=self._num_slots,

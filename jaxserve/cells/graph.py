@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -33,29 +34,28 @@ _MAX_NAMED = 8
 @final
 @dataclass(eq=False, slots=True)
 class ChainForm:
-    """What chains share that differ only in their lengths and in the constants of their nodes.
+    """What chains have in common that differ only in their lengths and in their nodes' constants.
 
-    `inputs` are the first node's, in the cell's order, with None for constants; `carry` is as in
-    `Chain`.
+    Attributes:
+      inputs: the first node's, in the cell's order, with None for constants.
+      carry: for each input, the output of the previous node that it takes; -1 for none.
+      is_shared: whether other chains have the same object.
     """
 
     inputs: Sequence[Any]
     carry: tuple[int, ...]
+    is_shared: bool
 
 
 class Chain(NamedTuple):
     """The nodes of `BaseCell.chain`.
 
-    Attributes:
-      each: for each input, the constants of the nodes [num_nodes, ...]; None for other inputs.
-      carry: for each input, the output of the previous node that it takes; -1 for none.
-      form: shared by chains of one form; None without a form.
+    `each` has for each input the constants of the nodes [num_nodes, ...]; None for other inputs.
     """
 
     num_nodes: int
     each: tuple[np.ndarray | None, ...]
-    carry: tuple[int, ...]
-    form: ChainForm | None = None
+    form: ChainForm
 
 
 @final
@@ -129,9 +129,6 @@ class Node:
         self.num_nodes = 1 if block is None else block.num_nodes
         self.is_placed = False
 
-    def place(self) -> None:
-        self.is_placed = True
-
     def __getitem__(self, name: str) -> Output:
         index = self.cell.output_index.get(name)
         if index is None:
@@ -163,15 +160,13 @@ class Node:
 
 
 @final
+@dataclass(eq=False, repr=False, slots=True)
 class Output:
     """One output of a node, which other nodes may take as an input."""
 
-    __slots__ = ("node", "index", "spec")
-
-    def __init__(self, node: Node, index: int, spec: ValueSpec):
-        self.node = node
-        self.index = index
-        self.spec = spec
+    node: Node
+    index: int
+    spec: ValueSpec
 
     def __str__(self) -> str:
         names = list(self.node.cell.outputs)
@@ -179,13 +174,11 @@ class Output:
 
 
 @final
+@dataclass(eq=False, repr=False, slots=True)
 class Steps:
     """The values of an output in all steps of a loop; only a graph's outputs may contain it."""
 
-    __slots__ = ("output",)
-
-    def __init__(self, output: Output):
-        self.output = output
+    output: Output
 
 
 # What a graph may return under a name; a list returns its values stacked.
@@ -241,7 +234,7 @@ class Graph:
                 "the graph has no nodes that an earlier graph does not have; call a cell"
             )
         for node in self.nodes:
-            node.place()
+            node.is_placed = True
 
     @classmethod
     def from_edges(
@@ -364,41 +357,25 @@ def _check_reference(what: str, value: Any, num_nodes: int) -> None:
 
 def _order(cells: Sequence[Any], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the indices of nodes, dependencies first."""
-    num_left = [0] * len(inputs)
-    successors: list[list[int]] = [[] for _ in inputs]
+    before: dict[int, list[int]] = {}
     for index, given in enumerate(inputs):
-        for name, value in given.items():
-            if not isinstance(value, tuple):
-                continue
+        taken = {name: value for name, value in given.items() if isinstance(value, tuple)}
+        for name, value in taken.items():
             _check_reference(f"node {index}: input {name!r}", value, len(inputs))
-            num_left[index] += 1
-            successors[value[0]].append(index)
-    order = [index for index, num in enumerate(num_left) if num == 0]
-    for index in order:
-        for successor in successors[index]:
-            num_left[successor] -= 1
-            if num_left[successor] == 0:
-                order.append(successor)
-    if len(order) < len(inputs):
-        names = [f"node {index} (cell {cells[index].name!r})" for index in _cycle(inputs, num_left)]
-        few = names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "others"]
-        through = f" through {', '.join(few[1:])}" if few[1:] else ""
-        raise CyclicGraphError(
-            f"{few[0]} depends on itself{through}; remove one of the edges between them"
-        )
-    return order
-
-
-def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list[int]:
-    """Return the nodes of a cycle, each of which takes an output of the next one."""
-    # Every such node has such a predecessor, so the path returns to a node on it.
-    path: dict[int, int] = {}  # node -> its place
-    node = next(index for index, num in enumerate(num_left) if num)
-    while node not in path:
-        path[node] = len(path)
-        references = [value[0] for value in inputs[node].values() if isinstance(value, tuple)]
-        node = next(index for index in references if num_left[index])
-    return list(path)[path[node] :]
+        before[index] = [value[0] for value in taken.values()]
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError as error:
+        cycle = error.args[1][:0:-1]  # each takes an output of the next one
+    first = cycle.index(min(cycle))
+    names = [
+        f"node {index} (cell {cells[index].name!r})" for index in cycle[first:] + cycle[:first]
+    ]
+    few = names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "others"]
+    through = f" through {', '.join(few[1:])}" if few[1:] else ""
+    raise CyclicGraphError(
+        f"{few[0]} depends on itself{through}; remove one of the edges between them"
+    )
 
 
 def label_of(cell: Any, inputs: Iterable[Any]) -> str:

@@ -162,12 +162,8 @@ class CellLayout:
         return self.pools.index(spec)
 
 
-def words_of(value: np.ndarray) -> np.ndarray:
-    """Return the bytes of a small constant as int32 words, padded with zeros."""
-    return words_of_each(np.asarray(value)[None])[0]
-
-
 def words_of_each(values: np.ndarray) -> np.ndarray:
+    """Return the bytes of each small constant as int32 words, padded with zeros."""
     num, num_bytes = len(values), values[0].nbytes
     if num_bytes % 4 == 0 and values.flags.c_contiguous:
         return values.reshape(num, -1).view(np.int32)

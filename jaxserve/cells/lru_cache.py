@@ -30,7 +30,12 @@ class LRUCache(Generic[_Key, _Value]):
             return found[0]
 
     def add(self, key: _Key, value: _Value, size: int) -> _Value:
-        """Return the cached value of a key, or add this one and return it."""
+        """Return the cached value of a key, or add this one and return it.
+
+        A value that is larger than the cache is not kept.
+        """
+        if size > self._max_size:
+            return value
         with self._lock:
             found = self._entries.setdefault(key, (value, size))
             if found[0] is value:

@@ -72,50 +72,36 @@ def plan_cells(
     """
     if not graphs:
         raise InvalidConfigError("no graphs were given; pass a sample of requests")
-    search = _Search(
-        cells,
-        graphs,
-        cost,
-        latency_bound_s,
-        quantile,
-        seed,
-        num_workers=num_workers,
-        max_in_flight=max_in_flight,
-        loop_length=loop_length,
-    )
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(size=len(graphs)))
+    options = {
+        "num_workers": num_workers,
+        "max_in_flight": max_in_flight,
+        "loop_length": loop_length,
+    }
+    search = _Search(cells, graphs, cost, latency_bound_s, quantile, arrivals, options)
     with tqdm(desc="planning", unit="run", leave=False, delay=2, disable=not progress) as bar:
         return search.run(bar)
 
 
 @final
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        cells: Sequence[BaseCell],
-        graphs: Sequence[Graph],
-        cost: TaskCost,
-        bound_s: float,
-        quantile: float,
-        seed: int,
-        **options: Any,
-    ):
-        self._cells = cells
-        self._graphs = graphs
-        self._cost = cost
-        self._bound_s = bound_s
-        self._quantile = quantile
-        self._options = options  # of `simulate_cells`
-        gaps = np.random.default_rng(seed).exponential(size=len(graphs))
-        self._arrivals = np.cumsum(gaps)
+    cells: Sequence[BaseCell]
+    graphs: Sequence[Graph]
+    cost: TaskCost
+    bound_s: float
+    quantile: float
+    arrivals: np.ndarray  # at one request a second
+    options: Mapping[str, Any]  # of `simulate_cells`
 
     def run(self, bar: tqdm) -> CellPlan:
-        choices = [cell.batch_sizes for cell in self._cells] + [_TASKS]
+        choices = [cell.batch_sizes for cell in self.cells] + [_TASKS]
         settings = [sizes[-1] for sizes in choices[:-1]] + [_TASKS[-1]]
         smallest = [sizes[0] for sizes in choices]
         alone_s = min(self._alone_s(settings), self._alone_s(smallest))
-        if alone_s > self._bound_s:
+        if alone_s > self.bound_s:
             raise InfeasibleBoundError(
-                {"latency_bound_s": self._bound_s}, {"latency_bound_s": alone_s}
+                {"latency_bound_s": self.bound_s}, {"latency_bound_s": alone_s}
             )
         best, rate = settings, self._highest_rate(settings, 0.0, bar)
         is_better = True
@@ -129,12 +115,12 @@ class _Search:
                         best, rate, is_better = changed, found, True
         if rate == 0.0:
             raise InfeasibleBoundError(
-                {"latency_bound_s": self._bound_s}, {"latency_bound_s": alone_s}
+                {"latency_bound_s": self.bound_s}, {"latency_bound_s": alone_s}
             )
         return CellPlan(
             batch_sizes={
                 cell.name: tuple(size for size in cell.batch_sizes if size <= largest)
-                for cell, largest in zip(self._cells, best, strict=False)
+                for cell, largest in zip(self.cells, best, strict=False)
             },
             max_tasks_to_submit=best[-1],
             rate=rate,
@@ -143,7 +129,7 @@ class _Search:
 
     def _highest_rate(self, settings: list[int], least: float, bar: tqdm) -> float:
         """Return the highest rate that keeps the bound; 0 if it is below `least`."""
-        high = len(self._graphs) / self._makespan_s(settings)
+        high = len(self.graphs) / self._makespan_s(settings)
         low = max(least, high / 64)
         if low > high or not self._keeps(settings, low):
             return 0.0
@@ -156,30 +142,30 @@ class _Search:
         return low
 
     def _keeps(self, settings: list[int], rate: float) -> bool:
-        return self._latency_s(settings, rate) <= self._bound_s
+        return self._latency_s(settings, rate) <= self.bound_s
 
     def _latency_s(self, settings: list[int], rate: float) -> float:
-        return float(np.quantile(self._latencies(settings, self._arrivals / rate), self._quantile))
+        return float(np.quantile(self._latencies(settings, self.arrivals / rate), self.quantile))
 
     def _alone_s(self, settings: list[int]) -> float:
         """Return the quantile of latencies of requests that never overlap."""
-        apart_s = np.arange(len(self._graphs)) * self._bound_s * 1e3
-        return float(np.quantile(self._latencies(settings, apart_s), self._quantile))
+        apart_s = np.arange(len(self.graphs)) * self.bound_s * 1e3
+        return float(np.quantile(self._latencies(settings, apart_s), self.quantile))
 
     def _makespan_s(self, settings: list[int]) -> float:
-        return float(np.max(self._latencies(settings, np.zeros(len(self._graphs)))))
+        return float(np.max(self._latencies(settings, np.zeros(len(self.graphs)))))
 
     def _latencies(self, settings: list[int], arrivals_s: np.ndarray) -> list[float]:
         layout = CellLayout(
             [
-                cell.without_module(largest)
-                for cell, largest in zip(self._cells, settings, strict=False)
+                cell.resized([size for size in cell.batch_sizes if size <= largest])
+                for cell, largest in zip(self.cells, settings, strict=False)
             ]
         )
-        requests = list(zip(arrivals_s.tolist(), self._graphs, strict=True))
+        requests = list(zip(arrivals_s.tolist(), self.graphs, strict=True))
         policy = BatchMaker(max_tasks_to_submit=settings[-1])
         done = simulate_cells(
-            layout, requests, policy, self._cost, max_tasks_to_submit=settings[-1], **self._options
+            layout, requests, policy, self.cost, max_tasks_to_submit=settings[-1], **self.options
         )
         found = []
         for completion in done.completions:

@@ -22,24 +22,20 @@ class TreeShape:
     """The shape of trees that differ only in their leaves. Leaves are numbered first, then pairs.
 
     Attributes:
-      key: equal shapes have equal keys if they are made in the same way.
+      key: equal for equal shapes.
       pairs: int32 [leaves - 1, 2], the numbers of the left and the right node of each pair.
       leftmost: int32 [nodes], the leftmost leaf below each node.
     """
 
     __slots__ = ("key", "pairs", "leftmost")
 
-    def __init__(self, key: bytes, pairs: np.ndarray, leftmost: Sequence[int]):
-        self.key = key
+    def __init__(self, pairs: np.ndarray):
+        self.key = pairs.tobytes()
         self.pairs = pairs
-        self.leftmost = np.array(leftmost, np.int32)
-
-    @classmethod
-    def of(cls, pairs: np.ndarray) -> TreeShape:
         leftmost = list(range(len(pairs) + 1))
         for left in pairs[:, 0].tolist():
             leftmost.append(leftmost[left])
-        return cls(pairs.tobytes(), pairs, leftmost)
+        self.leftmost = np.array(leftmost, np.int32)
 
 
 # Shapes of nested tuples, by the kinds of their parts.
@@ -78,7 +74,6 @@ def _shape(kinds: bytes) -> TreeShape:
     leaf, node, after = 0, 0, num
     open: list[int] = []  # for each incomplete pair: its left node, or -1
     numbers: list[int] = []
-    leftmost = list(range(num))
     for kind in kinds:
         if kind == _PAIR:
             open.append(-1)
@@ -92,11 +87,9 @@ def _shape(kinds: bytes) -> TreeShape:
                 break
             open.pop()
             numbers += (left, node)
-            leftmost.append(leftmost[left])
             node = after
             after += 1
-    pairs = np.array(numbers, np.int32).reshape(-1, 2)
-    return TreeShape(kinds, pairs, leftmost)
+    return TreeShape(np.array(numbers, np.int32).reshape(-1, 2))
 
 
 def checked_pairs(

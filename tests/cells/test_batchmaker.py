@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.batchmaker import BatchMaker
-from jaxserve.cells.cell_graph import cell_graph
+from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.policy import Task, groups_of
@@ -33,7 +33,7 @@ def nodes_of(tasks: Sequence[Task]) -> list[list[int]]:
 
 def test_loops_of_loops_are_subgraphs_of_their_own():
     """A loop that takes the last value of another one waits for its end."""
-    graph = cell_graph((0, 0), ((), (0,)), (3, 3), frozenset({0}))
+    graph = CellGraph((0, 0), ((), (0,)), (3, 3), frozenset({0}))
     assert graph.links.heads.tolist() == [0, 1]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
+from jaxserve.cells.cell_graph import CellGraph, chain_graph, tree_graph
 from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.tree_shape import TreeShape
 from tests.cells.examples import check_links, layout_of, leaf_cell, merge_cell, tree
@@ -37,7 +37,7 @@ def test_a_chain_is_one_subgraph():
 
 def test_a_path_that_leaves_a_subgraph_does_not_come_back():
     """Nodes of one type that are connected, with another type between them, are two subgraphs."""
-    graph = cell_graph((0, 1, 0), ((), (0,), (0, 1)), (1, 1, 1))
+    graph = CellGraph((0, 1, 0), ((), (0,), (0, 1)), (1, 1, 1))
     assert graph.links.heads.tolist() == [0, 1, 2]
 
 
@@ -79,7 +79,7 @@ def test_subgraphs_partition_the_graph(graph: CellGraph):
 def test_a_tree_has_the_links_of_its_edges():
     """The links that are computed from pairs are those of the partition."""
     pairs = np.array([(0, 1), (3, 2), (6, 5), (4, 7)], np.int32)
-    found = tree_graph(0, 1, TreeShape.of(pairs))
+    found = tree_graph(0, 1, TreeShape(pairs))
     assert found.predecessors[5:] == ((0, 1), (3, 2), (6, 5), (4, 7))
     check_links(found)
 

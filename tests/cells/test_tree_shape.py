@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.cells.tree_shape import TreeShape, numbered
+from jaxserve.cells.tree_shape import numbered
 from jaxserve.core.errors import InvalidGraphError
-from jaxserve.workload.trees import random_trees, with_tokens
 
 pytestmark = pytest.mark.fast
 
@@ -66,16 +65,6 @@ def test_a_tree_may_be_as_deep_as_its_sentence_is_long():
     leaves, shape = numbered(tree)
     assert list(leaves) == list(range(3001))
     assert shape.pairs[0].tolist() == [0, 1] and shape.pairs[-1].tolist() == [5999, 3000]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_shape_of_pairs_is_that_of_the_tree(seed: int):
-    """However the tree was given, its nodes have the same places."""
-    lengths = np.random.default_rng(seed).integers(2, 40, 20).tolist()
-    for tree, length in zip(random_trees(lengths, seed), lengths, strict=True):
-        _, found = numbered(with_tokens(tree, range(length)))
-        wanted = TreeShape.of(found.pairs)
-        assert np.array_equal(found.leftmost, wanted.leftmost)
 
 
 def test_equal_shapes_are_one_object():

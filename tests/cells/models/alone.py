@@ -11,20 +11,26 @@ from jaxserve.cells import Graph
 from jaxserve.cells.graph import Chain, Node, Output, Steps, Tree
 
 
-def evaluate(graph: Graph) -> dict[str, np.ndarray]:
-    """Return the values of the graph's outputs."""
+def evaluate(graph: Graph) -> dict[str, Any]:
+    """Return the values of the graph's outputs, or what its `then` makes of them."""
     values: dict[Node, list[dict[str, Any]]] = {}
-    for node in graph.nodes:
-        values[node] = _steps(node, values)
-    found = {}
-    for name, result in graph.outputs.items():
-        if isinstance(result, Steps):
-            found[name] = np.stack(
-                [_named(step, result.output) for step in values[result.output.node]]
-            )
-        elif isinstance(result, Output):
-            found[name] = _named(values[result.node][-1], result)
-    return found
+    while True:
+        for node in graph.nodes:
+            values[node] = _steps(node, values)
+        found = {name: _result(result, values) for name, result in graph.outputs.items()}
+        after = found if graph.then is None else graph.then(found)
+        if not isinstance(after, Graph):
+            return after
+        graph = after
+
+
+def _result(result: Any, values: dict[Node, list[dict[str, Any]]]) -> np.ndarray:
+    if isinstance(result, Steps):
+        steps = values[result.output.node]
+        return np.stack([_named(step, result.output) for step in steps])
+    if isinstance(result, Output):
+        return _named(values[result.node][-1], result)
+    return np.stack([_result(one, values) for one in result])
 
 
 def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -33,7 +39,7 @@ def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[st
     if isinstance(node.block, Tree):
         return [_root(cell, node.block)]
     inputs = {
-        name: _row(values[given.node][-1][list(given.node.cell.outputs)[given.index]])
+        name: values[given.node][-1][list(given.node.cell.outputs)[given.index]]
         if isinstance(given, Output)
         else jnp.asarray(np.broadcast_to(np.asarray(given, spec.dtype), (1, *spec.shape)))
         for (name, spec), given in zip(cell.inputs.items(), node.inputs, strict=True)
@@ -56,7 +62,7 @@ def _chain(node: Node, inputs: dict[str, Any]) -> dict[str, Any]:
     outputs = cell.module(**inputs)
     for number in range(1, node.num_nodes):
         assert isinstance(node.block, Chain)
-        for name, taken, each in zip(inputs, node.block.carry, node.block.each, strict=True):
+        for name, taken, each in zip(inputs, node.block.form.carry, node.block.each, strict=True):
             if taken >= 0:
                 inputs[name] = outputs[list(cell.outputs)[taken]]
             elif each is not None:
@@ -77,10 +83,6 @@ def _root(cell: Any, tree: Tree) -> dict[str, Any]:
         inputs = {name: done[pair[side]][output] for name, side, output in taken}
         done.append(cell.module(**inputs))
     return done[-1]
-
-
-def _row(value: Any) -> Any:
-    return jnp.asarray(value)
 
 
 def _named(step: dict[str, Any], output: Output) -> np.ndarray:

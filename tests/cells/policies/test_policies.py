@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.cells import BatchMaker
-from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
+from jaxserve.cells.cell_graph import CellGraph, chain_graph
 from jaxserve.cells.layout import CellLayout
 from jaxserve.cells.policies import GraphMerging, IdenticalGraphs, LazyBatching, OneAtATime, Padding
 from jaxserve.cells.policy import CellScheduler, CellType, Task
@@ -42,13 +42,13 @@ def tree_graph(tree: Tree) -> CellGraph:
         return len(types) - 1
 
     visit(tree)
-    return cell_graph(tuple(types), tuple(before), (1,) * len(types))
+    return CellGraph(tuple(types), tuple(before), (1,) * len(types))
 
 
 def translation(num_words: int, max_steps: int) -> CellGraph:
     """Return an encoder chain and a decoder loop."""
     before = ((), *((node,) for node in range(num_words)))
-    return cell_graph((*(0,) * num_words, 1), before, (*(1,) * num_words, max_steps))
+    return CellGraph((*(0,) * num_words, 1), before, (*(1,) * num_words, max_steps))
 
 
 def test_graph_batching_of_figure_2_5():
@@ -111,8 +111,8 @@ def test_merging_by_depth_and_by_agenda():
     types = [CellType("a"), CellType("b")]
     # Two chains a-b-b and a-a-b: by depth b runs at depths 1, 2 and 2; by agenda it waits for a.
     graphs = [
-        cell_graph((0, 1, 1), ((), (0,), (1,)), (1, 1, 1)),
-        cell_graph((0, 0, 1), ((), (0,), (1,)), (1, 1, 1)),
+        CellGraph((0, 1, 1), ((), (0,), (1,)), (1, 1, 1)),
+        CellGraph((0, 0, 1), ((), (0,), (1,)), (1, 1, 1)),
     ]
     arrivals = [(0.0, graph) for graph in graphs]
     found = sizes(play(GraphMerging(order="depth"), types, arrivals))
