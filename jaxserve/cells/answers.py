@@ -64,17 +64,6 @@ class CellCompletion:
         return self.values[name]
 
 
-def failed_completion(request_id: str, error: JaxserveError, now_s: float) -> CellCompletion:
-    return CellCompletion(
-        request_id=request_id,
-        values={},
-        finish_reason="error",
-        timing=Timing(arrival_s=now_s, finished_s=now_s),
-        num_nodes=0,
-        error=error,
-    )
-
-
 @final
 class CellAnswer:
     """The answer to one request; its future is resolved exactly once, with a `CellCompletion`.
@@ -84,6 +73,11 @@ class CellAnswer:
       arrival_s: time of its submission on the engine's clock.
       sink: called with the pieces, and last with None, on the engine's thread. It must not block. A
         sink that raises is not called again.
+
+    Attributes:
+      begun_s: when the call with its first task could run; None before its submission.
+      num_nodes: of the graphs that have started.
+      has_hit_limit: whether a loop reached its `max_steps` without ending by itself.
     """
 
     def __init__(self, id: str, graph: FlatGraph, arrival_s: float, sink: CellSink | None = None):
@@ -94,27 +88,10 @@ class CellAnswer:
         self.future.set_running_or_notify_cancel()
         self._sink = sink
         self._arrival_s = arrival_s
-        self._begun_s: float | None = None
         self._first_value_s: float | None = None
-        self._num_nodes = 0
-        self._has_hit_limit = False
-
-    @property
-    def has_begun(self) -> bool:
-        return self._begun_s is not None
-
-    def begin(self, now_s: float) -> None:
-        self._begun_s = now_s
-
-    def wait_until(self, time_s: float) -> None:
-        if self._begun_s is not None:
-            self._begun_s = max(self._begun_s, time_s)
-
-    def add_nodes(self, num: int) -> None:
-        self._num_nodes += num
-
-    def hit_limit(self) -> None:
-        self._has_hit_limit = True
+        self.begun_s: float | None = None
+        self.num_nodes = 0
+        self.has_hit_limit = False
 
     def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
         """Send values to the sink, with the indices from `first` on."""
@@ -132,7 +109,7 @@ class CellAnswer:
         error: JaxserveError | None = None,
     ) -> CellCompletion:
         """Return the completion, and resolve the future with it unless it is already resolved."""
-        if reason == "stop" and self._has_hit_limit:
+        if reason == "stop" and self.has_hit_limit:
             reason = "length"
         completion = CellCompletion(
             request_id=self.id,
@@ -140,11 +117,11 @@ class CellAnswer:
             finish_reason=reason,
             timing=Timing(
                 arrival_s=self._arrival_s,
-                admitted_s=self._begun_s,
+                admitted_s=self.begun_s,
                 first_token_s=self._first_value_s,
                 finished_s=now_s,
             ),
-            num_nodes=self._num_nodes,
+            num_nodes=self.num_nodes,
             error=error,
         )
         with suppress(InvalidStateError):  # already resolved
@@ -180,16 +157,6 @@ class GraphRun:
         self._returned = graph.plan.returned
         self._arrays: dict[int, np.ndarray] = {}  # by value
         self._steps: dict[int, list[np.ndarray]] = {}  # likewise, of loops
-
-    def start(self, key: int, first_row: int) -> None:
-        self.key = key
-        self.first_row = first_row
-
-    def reserve(self, num_slots: tuple[int, ...]) -> None:
-        self.num_slots = num_slots
-
-    def detach(self) -> None:
-        self.before = None
 
     def deliver(self, value: int, array: np.ndarray, now_s: float) -> None:
         """Copy a value that the graph returns; `array` may be a view of a larger array."""
@@ -249,12 +216,12 @@ class RowOwners:
             self._has_not_begun = np.append(self._has_not_begun, np.zeros(num_new, np.bool_))
         num = part.graph.num_nodes
         self._part_of[part.first_row : part.first_row + num] = [part] * num
-        self._mark(part, not part.answer.has_begun)
+        self._mark(part, part.answer.begun_s is None)
 
     def remove(self, part: GraphRun) -> None:
         num = part.graph.num_nodes
         self._part_of[part.first_row : part.first_row + num] = [None] * num
-        if not part.answer.has_begun:
+        if part.answer.begun_s is None:
             self._mark(part, False)
 
     def begin(self, rows: np.ndarray) -> list[GraphRun]:

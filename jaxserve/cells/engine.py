@@ -53,28 +53,6 @@ class CellStats:
     scheduling_s: float = 0.0
     submitting_s: float = 0.0
 
-    def submitted(self, num_calls: int, scheduling_s: float, submitting_s: float) -> None:
-        self.num_calls += num_calls
-        self.scheduling_s += scheduling_s
-        self.submitting_s += submitting_s
-
-    def added(self, num_tasks: int, num_nodes: int, num_padding: int) -> None:
-        self.num_tasks += num_tasks
-        self.num_nodes += num_nodes
-        self.num_padding += num_padding
-
-
-def _too_many_values(
-    layout: CellLayout, num_slots: Sequence[int], allowed: Sequence[int]
-) -> TooManyNodesError | None:
-    for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
-        if needed > most:
-            return TooManyNodesError(
-                f"the graph may have {needed} live values {spec}, and a device has {most} slots "
-                "for them; pass a shorter input, or create the runtime with more slot_memory"
-            )
-    return None
-
 
 def _no_free_slots(part: GraphRun) -> DeviceMemoryError:
     return DeviceMemoryError(
@@ -119,74 +97,40 @@ def _then_failed(part: GraphRun, cause: Exception) -> UnfoldError:
     return failure
 
 
-@final
-@dataclass
-class _NodeRows:
-    """An allocator of row ids, in ranges of powers of two; ids are below `num_rows`."""
-
-    num_rows: int = 0
-    _free: dict[int, list[int]] = field(default_factory=dict)
-
-    def take(self, num: int) -> int:
-        size = _range_size(num)
-        free = self._free.get(size)
-        if free:
-            return free.pop()
-        first = self.num_rows
-        self.num_rows += size
-        return first
-
-    def free(self, first: int, num: int) -> None:
-        """Free a range that `take(num)` returned."""
-        self._free.setdefault(_range_size(num), []).append(first)
-
-
 def _range_size(num: int) -> int:
     return max(8, 1 << (num - 1).bit_length())
 
 
 @final
+@dataclass
 class _Lane:
-    """The submitted and not collected tasks of one worker, in order."""
+    """The submitted and not collected calls of one worker, each with whether it ends its group."""
 
-    def __init__(self) -> None:
-        self.handles: deque[tuple[CellHandle, bool]] = deque()  # whether it ends its group
-        self.num_groups = 0
-        self.num_submitted = 0
-        self.num_collected = 0
-
-    def push(self, handle: CellHandle, *, ends_group: bool) -> None:
-        self.handles.append((handle, ends_group))
-        self.num_groups += ends_group
-        self.num_submitted += 1
-
-    def pop(self) -> CellHandle:
-        handle, ends_group = self.handles.popleft()
-        self.num_groups -= ends_group
-        self.num_collected += 1
-        return handle
+    handles: deque[tuple[CellHandle, bool]] = field(default_factory=deque)
+    num_groups: int = 0
+    num_submitted: int = 0
+    num_collected: int = 0
 
 
 @final
 class Lanes:
-    """The tasks in flight, at most `max_in_flight` groups for each worker, and the ids of rows."""
+    """The tasks in flight, at most `max_in_flight` groups for each worker, and the ids of rows.
+
+    Ids are below `num_rows`, and are taken in ranges of powers of two.
+    """
 
     def __init__(self, num_workers: int, max_in_flight: int, clock: Clock):
         self._lanes = [_Lane() for _ in range(num_workers)]
         self._max_in_flight = max_in_flight
         self._clock = clock
-        self._rows = _NodeRows()
+        self.num_rows = 0
+        self._free: dict[int, list[int]] = {}  # size -> first ids of free ranges
         # Ranges of ids that tasks in flight may name: (handles submitted before, first, number).
         self._limbo: deque[tuple[list[int], int, int]] = deque()
 
     @property
     def is_at_work(self) -> bool:
         return any(lane.handles for lane in self._lanes)
-
-    @property
-    def num_rows(self) -> int:
-        """The exclusive upper bound of row ids."""
-        return self._rows.num_rows
 
     def open_workers(self, among: Collection[int] | None = None) -> list[int]:
         """Return the workers, all or `among`, that may be given another group, least loaded first.
@@ -213,13 +157,12 @@ class Lanes:
         oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
         return any([handle.is_ready() for handle in oldest])
 
-    def push(self, worker: int, handles: list[CellHandle]) -> None:
-        for handle in handles:
-            self._lanes[worker].push(handle, ends_group=handle is handles[-1])
-
-    def push_read(self, worker: int, handle: CellHandle) -> None:
-        """Add a handle without tasks, which is not counted as a group."""
-        self._lanes[worker].push(handle, ends_group=False)
+    def push(self, worker: int, handles: list[CellHandle], *, is_group: bool = True) -> None:
+        """Add the calls of a group of tasks, or a handle without tasks."""
+        lane = self._lanes[worker]
+        lane.handles += [(handle, is_group and handle is handles[-1]) for handle in handles]
+        lane.num_groups += is_group
+        lane.num_submitted += len(handles)
 
     def pop_ready(self) -> tuple[int, CellHandle] | None:
         """Remove the oldest handle of a worker that is ready, and return the worker and the handle.
@@ -229,7 +172,7 @@ class Lanes:
         for another worker's task; return None if no handle becomes ready.
         """
         if len(self._lanes) == 1:
-            return 0, self._lanes[0].pop()
+            return self._pop(0)
         while (found := self._pop_if_ready()) is None:
             self._clock.wait()
             if self.open_workers():
@@ -239,8 +182,15 @@ class Lanes:
     def _pop_if_ready(self) -> tuple[int, CellHandle] | None:
         for worker, lane in enumerate(self._lanes):
             if lane.handles and lane.handles[0][0].is_ready():
-                return worker, lane.pop()
+                return self._pop(worker)
         return None
+
+    def _pop(self, worker: int) -> tuple[int, CellHandle]:
+        lane = self._lanes[worker]
+        handle, ends_group = lane.handles.popleft()
+        lane.num_groups -= ends_group
+        lane.num_collected += 1
+        return worker, handle
 
     def clear(self) -> None:
         for lane in self._lanes:
@@ -248,7 +198,12 @@ class Lanes:
 
     def take_rows(self, num: int) -> int:
         """Return the first of consecutive ids that no task in flight names."""
-        return self._rows.take(num)
+        size = _range_size(num)
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        self.num_rows += size
+        return self.num_rows - size
 
     def free_rows(self, first: int, num: int) -> None:
         """Free ids, which are reused when the tasks that are now in flight have been collected."""
@@ -266,7 +221,7 @@ class Lanes:
                     break
                 last = submitted
             self._limbo.popleft()
-            self._rows.free(first, num)
+            self._free.setdefault(_range_size(num), []).append(first)
             found.append(range(first, first + num))
         return found
 
@@ -419,13 +374,13 @@ class CellEngine(EngineBase[CellAnswer]):
                 continue
             self._waiting.popleft()
             self._take_slots(graph.num_slots, 1)
-            part.start(self._next_key, first_row)
+            part.key, part.first_row = self._next_key, first_row
             self._rows.add(part, self._lanes.num_rows)
             self._next_key += 1
             self._parts[part.key] = part
             kept_row = 0 if part.before is None else part.before.first_row
             self._executor.add(graph, first_row, kept_row)
-            part.answer.add_nodes(num_nodes)
+            part.answer.num_nodes += num_nodes
             num_admitted += 1
         return False
 
@@ -458,7 +413,15 @@ class CellEngine(EngineBase[CellAnswer]):
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
         """Return the error for a graph that could never be admitted, or None; thread-safe."""
-        return _too_many_values(self._layout, num_slots, self._executor.num_slots)
+        allowed = self._executor.num_slots
+        for spec, needed, most in zip(self._layout.pools, num_slots, allowed, strict=True):
+            if needed > most:
+                return TooManyNodesError(
+                    f"the graph may have {needed} live values {spec}, and a device has {most} "
+                    "slots for them; pass a shorter input, or create the runtime with more "
+                    "slot_memory"
+                )
+        return None
 
     def _submit(self, worker: int) -> bool:
         begin_s = time.perf_counter()
@@ -469,8 +432,10 @@ class CellEngine(EngineBase[CellAnswer]):
         now_s = self._clock.now()
         handles = self._executor.submit(worker, tasks)
         self._lanes.push(worker, handles)
-        submitted_s = time.perf_counter()
-        self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
+        stats = self.stats
+        stats.num_calls += len(handles)
+        stats.scheduling_s += scheduled_s - begin_s
+        stats.submitting_s += time.perf_counter() - scheduled_s
         for handle in handles:
             assert handle.tasks is not None
             begun = self._begin(handle.tasks, now_s)
@@ -482,9 +447,10 @@ class CellEngine(EngineBase[CellAnswer]):
         """Record the tasks of a submitted call; return the requests that begin with it."""
         begun = [part.answer for part in self._rows.begin(tasks.array)]
         for answer in begun:
-            answer.begin(now_s)
-        counts = self.recorder.submitted(tasks, now_s, len(self._of_request))
-        self.stats.added(len(tasks), *counts)
+            answer.begun_s = now_s
+        self.stats.num_tasks += len(tasks)
+        self.stats.num_nodes += len(tasks.array)
+        self.stats.num_padding += self.recorder.submitted(tasks, now_s, len(self._of_request))
         return begun
 
     def _check_progress(self) -> None:
@@ -508,7 +474,7 @@ class CellEngine(EngineBase[CellAnswer]):
         results = handle.collect()
         now_s = self._clock.now()
         for answer in self._begun.pop(id(handle), ()):
-            answer.wait_until(self._ended_s[worker])
+            answer.begun_s = max(answer.begun_s or 0.0, self._ended_s[worker])
         self._ended_s[worker] = now_s
         self._deliver(results, now_s)
         for node in results.not_finite:
@@ -526,7 +492,7 @@ class CellEngine(EngineBase[CellAnswer]):
             if missing:  # the last values of loops, whose ends are known now
                 self._reading[key] = part
                 values = [value + part.first_row * self._layout.stride for value in missing]
-                self._lanes.push_read(worker, self._executor.read(worker, values))
+                self._lanes.push(worker, [self._executor.read(worker, values)], is_group=False)
             else:
                 self._finish(part)
         for rows in self._lanes.forget_rows():
@@ -552,10 +518,10 @@ class CellEngine(EngineBase[CellAnswer]):
         for node in graph.plan.loops:
             cell = self._layout.types[graph.graph.types[node]].cell
             if cell.ends_by_itself and first_row + node not in self._ended_loops:
-                part.answer.hit_limit()
+                part.answer.has_hit_limit = True
         if part.before is not None:
             self._remove(part.before)
-            part.detach()
+            part.before = None
         values = part.values()
         if graph.then is None:
             self._end(part, "stop", values=values)
@@ -610,7 +576,7 @@ class CellEngine(EngineBase[CellAnswer]):
         self._executor.shrink(graph, part.first_row, kept)
         self._take_slots(part.num_slots, -1)
         self._take_slots(num_slots, 1)
-        part.reserve(num_slots)
+        part.num_slots = num_slots
 
     def _remove(self, part: GraphRun) -> None:
         """Drop a part's values now, and its ids when no task in flight names them."""

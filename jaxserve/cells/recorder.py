@@ -58,15 +58,15 @@ class CellRecorder:
                 self._records.add_request(_request(self._ended.popleft()))
         return self._records
 
-    def submitted(self, tasks: TaskGroup, now_s: float, num_requests: int) -> tuple[int, int]:
-        """Record the submitted tasks of a call; return their nodes, and rows without one."""
-        type, worker, num_nodes = tasks.type, tasks.worker, len(tasks.array)
+    def submitted(self, tasks: TaskGroup, now_s: float, num_requests: int) -> int:
+        """Record the submitted tasks of a call; return their rows without a node."""
+        type, worker = tasks.type, tasks.worker
         call = _SubmittedTasks(
             self._num_tasks, type, worker, tasks.sizes, tasks.num_rows, num_requests, now_s
         )
         self._in_flight[worker].append(call)
         self._num_tasks += len(tasks)
-        return num_nodes, sum(map(self._sizes[type].__getitem__, tasks.num_rows)) - num_nodes
+        return sum(map(self._sizes[type].__getitem__, tasks.num_rows)) - len(tasks.array)
 
     def collected(self, worker: int, now_s: float) -> None:
         self._collected.append((self._in_flight[worker].popleft(), now_s))

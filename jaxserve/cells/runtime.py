@@ -16,13 +16,7 @@ from typing import Any, Self, final
 import jax
 from tqdm import tqdm
 
-from jaxserve.cells.answers import (
-    CellAnswer,
-    CellCompletion,
-    CellPiece,
-    CellSink,
-    failed_completion,
-)
+from jaxserve.cells.answers import CellAnswer, CellCompletion, CellPiece, CellSink
 from jaxserve.cells.base import BaseCell
 from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.device import DeviceCells
@@ -34,7 +28,7 @@ from jaxserve.cells.layout import NUM_RESERVED_SLOTS, CellLayout
 from jaxserve.cells.policy import CellPolicy
 from jaxserve.core.clock import Clock, WallClock
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, JaxserveError, UnfoldError
-from jaxserve.core.request import check_id
+from jaxserve.core.request import Timing, check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.pending import Pending, cancelled_by_ctrl_c, wait_for_all
@@ -329,7 +323,16 @@ class CellRuntime:
             self._open_ids.discard(request_id)
 
     def _refused(self, error: JaxserveError) -> Pending[CellCompletion]:
-        return Pending.ended(failed_completion("refused", error, self._clock.now()))
+        now_s = self._clock.now()
+        completion = CellCompletion(
+            request_id="refused",
+            values={},
+            finish_reason="error",
+            timing=Timing(arrival_s=now_s, finished_s=now_s),
+            num_nodes=0,
+            error=error,
+        )
+        return Pending.ended(completion)
 
     def _check_may_wait(self) -> None:
         if self._loop.is_here:
