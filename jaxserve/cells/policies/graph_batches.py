@@ -17,35 +17,19 @@ from jaxserve.core.errors import InvalidConfigError
 
 
 @final
+@dataclass(eq=False, slots=True)
 class Member:
     """A graph that waits or runs; its nodes have the ids from `first` on."""
 
-    __slots__ = ("key", "graph", "first", "is_cancelled")
-
-    def __init__(self, key: int, graph: CellGraph, first: int):
-        self.key = key
-        self.graph = graph
-        self.first = first
-        self.is_cancelled = False
+    key: int
+    graph: CellGraph
+    first: int
+    is_cancelled: bool = False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class MergedStep:
-    """Nodes that run together: one task, or one for each iteration of a loop.
-
-    `num_padding` rows are computed without a node. A loop that `keeps_rows` computes ended rows
-    until the last one ends.
-    """
-
-    type: int
-    nodes: Sequence[int]
-    num_padding: int = 0
-    keeps_rows: bool = False
-
-
-# Members of a batch -> its steps in order.
-Merge: TypeAlias = "Callable[[Sequence[Member], Sequence[CellType]], Iterable[MergedStep]]"
+# Members of a batch -> its tasks in order, whose worker is chosen later. Of a loop, one task is all
+# steps.
+Merge: TypeAlias = "Callable[[Sequence[Member], Sequence[CellType]], Iterable[Task]]"
 # Graph -> its bucket; only graphs of one bucket share a batch.
 BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
 
@@ -63,22 +47,22 @@ class Buckets:
         self._max_graphs = max_graphs
         self._is_round_robin = is_round_robin
         self._waiting: dict[Hashable, OrderedDict[int, Member]] = {}
-        self._bucket_of_key: dict[int, Hashable] = {}
         self._last: Hashable = None
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
     def add(self, member: Member) -> None:
         bucket = self._bucket_of(member.graph)
         self._waiting.setdefault(bucket, OrderedDict())[member.key] = member
-        self._bucket_of_key[member.key] = bucket
 
     def remove(self, key: int) -> bool:
-        if key not in self._bucket_of_key:
-            return False
-        bucket = self._bucket_of_key.pop(key)
-        del self._waiting[bucket][key]
-        if not self._waiting[bucket]:
-            del self._waiting[bucket]
-        return True
+        for bucket, waiting in self._waiting.items():
+            if waiting.pop(key, None) is not None:
+                if not waiting:
+                    del self._waiting[bucket]
+                return True
+        return False
 
     def take(self) -> list[Member]:
         if not self._waiting:
@@ -88,8 +72,6 @@ class Buckets:
         taken = [waiting.popitem(last=False)[1] for _ in range(min(len(waiting), self._max_graphs))]
         if not waiting:
             del self._waiting[bucket]
-        for member in taken:
-            del self._bucket_of_key[member.key]
         return taken
 
     def _next(self) -> Hashable:
@@ -101,9 +83,6 @@ class Buckets:
         last = self._last
         return next((bucket for bucket in order if last is not None and bucket > last), order[0])
 
-    def __len__(self) -> int:
-        return len(self._bucket_of_key)
-
 
 @final
 @dataclass
@@ -113,7 +92,7 @@ class _Loop:
     `steps_left` has, for every row that has not ended, the steps that have not been submitted.
     """
 
-    step: MergedStep
+    type: int
     steps_left: dict[int, int]
     num_rows: int
     has_begun: bool = False
@@ -126,10 +105,10 @@ class _Loop:
 @final
 @dataclass
 class _Batch:
-    """The batch of a worker: the `steps` that have not begun, and its open tasks."""
+    """The batch of a worker: the tasks that have not been submitted, and its open ones."""
 
     members: list[Member]
-    steps: deque[MergedStep]
+    tasks: deque[Task]
     loop: _Loop | None = None
     num_open: int = 0
     last_type: int = 0
@@ -137,7 +116,7 @@ class _Batch:
 
     @property
     def is_over(self) -> bool:
-        return not self.steps and self.loop is None and self.num_open == 0
+        return not self.tasks and self.loop is None and self.num_open == 0
 
 
 @final
@@ -150,19 +129,31 @@ class GraphBatchScheduler:
     A step of a loop is submitted when the previous one has completed, so none runs after the last
     row has ended. The loops of the compared frameworks do the same on the host, or decide it on the
     device. On a device the worker waits for the host between two steps.
+
+    Args:
+      keeps_rows: whether a loop computes ended rows until the last one ends.
     """
 
     wake_s = None
 
-    def __init__(self, types: Sequence[CellType], num_workers: int, waiting: Buckets, merge: Merge):
+    def __init__(
+        self,
+        types: Sequence[CellType],
+        num_workers: int,
+        waiting: Buckets,
+        merge: Merge,
+        *,
+        keeps_rows: bool = False,
+    ):
         self._types = types
+        self._keeps_rows = keeps_rows
         self._waiting = waiting
         self._merge = merge
         self._running: list[_Batch | None] = [None] * num_workers
 
     @property
     def has_work(self) -> bool:
-        return len(self._waiting) > 0 or any(batch is not None for batch in self._running)
+        return bool(self._waiting) or any(batch is not None for batch in self._running)
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         self._waiting.add(Member(key, graph, first_node))
@@ -181,12 +172,12 @@ class GraphBatchScheduler:
         if batch is None:
             return []
         tasks: list[Task] = []
-        while batch.steps and batch.loop is None:
-            step = batch.steps.popleft()
-            if self._types[step.type].is_loop:
-                batch.loop = self._begun(batch, step)
+        while batch.tasks and batch.loop is None:
+            task = batch.tasks.popleft()
+            if self._types[task.type].is_loop:
+                batch.loop = self._begun(batch, task)
             else:
-                tasks.append(_task(batch, step.type, step.nodes, worker, step.num_padding))
+                tasks.append(_living(batch, task, worker))
         if batch.loop is not None:
             tasks += self._iteration(batch, batch.loop, worker)
         if not tasks and batch.num_open == 0:
@@ -199,22 +190,20 @@ class GraphBatchScheduler:
         return tasks
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        pairs = with_ended(tasks, ended)
-        return [key for task, own in pairs for key in self._complete(task, own)]
-
-    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
-        batch = self._running[task.worker]
-        if batch is None:
-            raise AssertionError("a task was completed that belongs to no batch")
-        batch.num_open -= 1
-        if batch.loop is not None:
-            batch.loop.drop(ended)
-            if not batch.loop.steps_left and batch.num_open == 0:
-                batch.loop = None
-        if not batch.is_over:
-            return []
-        self._running[task.worker] = None
-        return [member.key for member in batch.members if not member.is_cancelled]
+        finished: list[int] = []
+        for task, own in with_ended(tasks, ended):
+            batch = self._running[task.worker]
+            if batch is None:
+                raise AssertionError("a task was completed that belongs to no batch")
+            batch.num_open -= 1
+            if batch.loop is not None:
+                batch.loop.drop(own)
+                if not batch.loop.steps_left and batch.num_open == 0:
+                    batch.loop = None
+            if batch.is_over:
+                self._running[task.worker] = None
+                finished += [one.key for one in batch.members if not one.is_cancelled]
+        return finished
 
     def _next_batch(self, worker: int) -> _Batch | None:
         members = self._waiting.take()
@@ -224,15 +213,15 @@ class GraphBatchScheduler:
         self._running[worker] = batch
         return batch
 
-    def _begun(self, batch: _Batch, step: MergedStep) -> _Loop:
+    def _begun(self, batch: _Batch, task: Task) -> _Loop:
         max_steps = {
             member.first + node: steps
             for member in batch.members
             for node, steps in enumerate(member.graph.max_steps)
             if not member.is_cancelled
         }
-        left = {node: max_steps[node] for node in step.nodes if node in max_steps}
-        return _Loop(step, left, len(step.nodes) + step.num_padding)
+        left = {node: max_steps[node] for node in task.nodes if node in max_steps}
+        return _Loop(task.type, left, len(task.nodes) + task.num_padding)
 
     def _iteration(self, batch: _Batch, loop: _Loop, worker: int) -> list[Task]:
         """Return the next step of a loop; none while another one runs, or after the last."""
@@ -246,8 +235,8 @@ class GraphBatchScheduler:
             loop.steps_left.clear()
         if not nodes:
             return []
-        padding = loop.num_rows - len(nodes) if loop.step.keeps_rows else 0
-        return [_task(batch, loop.step.type, nodes, worker, padding)]
+        padding = loop.num_rows - len(nodes) if self._keeps_rows else 0
+        return [_living(batch, Task(loop.type, nodes, worker, padding), worker)]
 
     def _cancel(self, worker: int, batch: _Batch, member: Member) -> None:
         member.is_cancelled = True
@@ -256,33 +245,40 @@ class GraphBatchScheduler:
         if batch.loop is not None:
             batch.loop.drop(nodes)
         if all(other.is_cancelled for other in batch.members):
-            batch.steps.clear()
+            batch.tasks.clear()
             batch.loop = None
             if batch.num_open == 0:
                 self._running[worker] = None
 
 
-def _task(batch: _Batch, type: int, nodes: Sequence[int], worker: int, num_padding: int) -> Task:
+def _living(batch: _Batch, task: Task, worker: int) -> Task:
+    """Return a task on a worker, with padding for the nodes of cancelled requests."""
+    nodes = task.nodes
     if batch.cancelled:
-        living = [node for node in nodes if node not in batch.cancelled]
-        return Task(type, living, worker, num_padding + len(nodes) - len(living))
-    return Task(type, nodes, worker, num_padding)
+        nodes = [node for node in nodes if node not in batch.cancelled]
+    return Task(task.type, nodes, worker, task.num_padding + len(task.nodes) - len(nodes))
 
 
-def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[MergedStep]:
-    """Merge graphs of one structure: each step has the same node of every graph."""
+def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[Task]:
+    """Merge graphs of one structure: each task has the same node of every graph."""
     graph = members[0].graph
     return [
-        MergedStep(type, [member.first + node for member in members])
+        Task(type, [member.first + node for member in members], 0)
         for node, type in enumerate(graph.types)
     ]
 
 
-def check_max_graphs(name: str, max_graphs: int) -> None:
-    if max_graphs < 1:
+def check_max_graphs(name: str, max_graphs: int | None) -> None:
+    if max_graphs is not None and max_graphs < 1:
         raise InvalidConfigError(
             f"policy {name!r}: max_graphs={max_graphs} is not allowed; pass at least 1"
         )
+
+
+def max_graphs_of(max_graphs: int | None, types: Sequence[CellType]) -> int:
+    """Return the most graphs of a batch in which each has a row of every task."""
+    most = min(type.max_batch for type in types)
+    return most if max_graphs is None else min(max_graphs, most)
 
 
 @final
@@ -301,12 +297,10 @@ class IdenticalGraphs:
     name = "identical_graphs"
 
     def __post_init__(self) -> None:
-        if self.max_graphs is not None:
-            check_max_graphs(self.name, self.max_graphs)
+        check_max_graphs(self.name, self.max_graphs)
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
-        most = min(type.max_batch for type in types)
-        max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
+        max_graphs = max_graphs_of(self.max_graphs, types)
         waiting = Buckets(_structure_of, max_graphs, is_round_robin=False)
         return GraphBatchScheduler(types, num_workers, waiting, by_position)
 

@@ -10,10 +10,9 @@ from jaxserve.cells.policies.graph_batches import (
     Buckets,
     GraphBatchScheduler,
     Member,
-    MergedStep,
     check_max_graphs,
 )
-from jaxserve.cells.policy import CellType
+from jaxserve.cells.policy import CellType, Task
 from jaxserve.core.errors import InvalidConfigError
 
 ORDERS = ("agenda", "depth")
@@ -57,7 +56,7 @@ class GraphMerging:
         return GraphBatchScheduler(types, num_workers, waiting, merge)
 
 
-def by_depth(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[MergedStep]:
+def by_depth(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[Task]:
     groups: dict[tuple[int, int], list[int]] = {}
     for member in members:
         graph, first = member.graph, member.first
@@ -67,7 +66,7 @@ def by_depth(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[M
         yield from _steps(type, nodes, types)
 
 
-def by_agenda(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[MergedStep]:
+def by_agenda(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[Task]:
     """Yield all ready nodes of the type with the least average depth, repeatedly."""
     sum_depths, num_nodes = [0] * len(types), [0] * len(types)
     ready: list[list[tuple[int, int]]] = [[] for _ in types]
@@ -93,7 +92,7 @@ def by_agenda(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[
                     ready[graph.types[after]].append((index, after))
 
 
-def _steps(type: int, nodes: list[int], types: Sequence[CellType]) -> Iterator[MergedStep]:
+def _steps(type: int, nodes: list[int], types: Sequence[CellType]) -> Iterator[Task]:
     size = types[type].max_batch
     for start in range(0, len(nodes), size):
-        yield MergedStep(type, nodes[start : start + size])
+        yield Task(type, nodes[start : start + size], 0)

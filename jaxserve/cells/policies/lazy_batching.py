@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from jaxserve.cells.cell_graph import CellGraph
@@ -61,11 +61,11 @@ class LazyBatching:
             raise InvalidConfigError(
                 f"policy {self.name!r}: cell_s lacks {missing}; pass the seconds of every cell type"
             )
-        cell_s = [self.cell_s[type.name] for type in types]
-        return LazyBatchingScheduler(types, num_workers, self.target_s, cell_s, self.expected_steps)
+        return LazyBatchingScheduler(types, num_workers, self)
 
 
 @final
+@dataclass(eq=False, slots=True)
 class _Request:
     """A graph that waits or runs.
 
@@ -76,33 +76,23 @@ class _Request:
       steps_left: for each loop that has begun, the steps that have not been submitted.
     """
 
-    __slots__ = (
-        "key",
-        "graph",
-        "first",
-        "deadline_s",
-        "num_left",
-        "ready",
-        "left_s",
-        "num_running",
-        "steps_left",
-        "ended",
-    )
+    key: int
+    graph: CellGraph
+    first: int
+    deadline_s: float
+    left_s: float
+    num_left: list[int] = field(init=False)
+    num_running: int = field(init=False)
+    ready: dict[int, list[int]] = field(default_factory=dict)
+    steps_left: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
 
-    def __init__(self, key: int, graph: CellGraph, first: int, deadline_s: float, left_s: float):
-        self.key = key
-        self.graph = graph
-        self.first = first
-        self.deadline_s = deadline_s
-        self.left_s = left_s
-        self.num_left = [len(before) for before in graph.predecessors]
-        self.num_running = len(graph)
-        self.ready: dict[int, list[int]] = {}
-        self.steps_left: dict[int, int] = {}
-        self.ended: set[int] = set()
-        for node, before in enumerate(graph.predecessors):
-            if not before:
-                self.ready.setdefault(graph.types[node], []).append(node)
+    def __post_init__(self) -> None:
+        self.num_left = [len(before) for before in self.graph.predecessors]
+        self.num_running = len(self.graph)
+        for node, num in enumerate(self.num_left):
+            if num == 0:
+                self.ready.setdefault(self.graph.types[node], []).append(node)
 
     @property
     def next(self) -> tuple[int, int] | None:
@@ -134,18 +124,11 @@ class LazyBatchingScheduler:
 
     wake_s = None
 
-    def __init__(
-        self,
-        types: Sequence[CellType],
-        num_workers: int,
-        target_s: float,
-        cell_s: Sequence[float],
-        expected_steps: int,
-    ):
+    def __init__(self, types: Sequence[CellType], num_workers: int, policy: LazyBatching):
         self._types = types
-        self._target_s = target_s
-        self._cell_s = cell_s
-        self._expected_steps = expected_steps
+        self._target_s = policy.target_s
+        self._cell_s = [policy.cell_s[type.name] for type in types]
+        self._expected_steps = policy.expected_steps
         self._max_requests = max(type.max_batch for type in types)
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
         self._stacks: list[list[_StackedBatch]] = [[] for _ in range(num_workers)]
@@ -172,9 +155,7 @@ class LazyBatchingScheduler:
             return
         for stack, running in zip(self._stacks, self._running, strict=True):
             if running.pop(key, None) is not None:
-                for batch in stack:
-                    batch.requests.pop(key, None)
-                stack[:] = [batch for batch in stack if batch.requests]
+                self._unstack(stack, key)
 
     def schedule(self, worker: int, now_s: float) -> list[Task]:
         stack = self._stacks[worker]
@@ -198,22 +179,18 @@ class LazyBatchingScheduler:
         return [Task(batch.type, nodes, worker)]
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        pairs = with_ended(tasks, ended)
-        return [key for task, own in pairs for key in self._complete(task, own)]
-
-    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
-        is_loop = self._types[task.type].is_loop
-        running, stack = self._running[task.worker], self._stacks[task.worker]
-        finished = []
-        for request, nodes in self._submitted[task.worker].popleft():
-            if running.get(request.key) is not request:
-                continue
-            if is_loop:
-                nodes = self._ended(request, task.type, nodes, ended, stack)
-            request.num_running -= len(nodes)
-            if request.num_running == 0:
-                del running[request.key]
-                finished.append(request.key)
+        finished: list[int] = []
+        for task, own in with_ended(tasks, ended):
+            running = self._running[task.worker]
+            for request, nodes in self._submitted[task.worker].popleft():
+                if running.get(request.key) is not request:
+                    continue
+                if self._types[task.type].is_loop:
+                    nodes = self._ended(request, task, nodes, own)
+                request.num_running -= len(nodes)
+                if request.num_running == 0:
+                    del running[request.key]
+                    finished.append(request.key)
         return finished
 
     def _steps(self, type: int, max_steps: int) -> int:
@@ -274,14 +251,9 @@ class LazyBatchingScheduler:
                 ready.remove(node)
 
     def _ended(
-        self,
-        request: _Request,
-        type: int,
-        nodes: list[int],
-        ended: Collection[int],
-        stack: list[_StackedBatch],
+        self, request: _Request, task: Task, nodes: list[int], ended: Collection[int]
     ) -> list[int]:
-        found = []
+        type, found = task.type, []
         for node in nodes:
             if node in request.ended:
                 continue
@@ -297,11 +269,15 @@ class LazyBatchingScheduler:
                 request.left_s -= max(0, expected - done) * self._cell_s[type]
             request.release(node)
         if found:
-            for batch in stack:
-                batch.requests.pop(request.key, None)
-            stack[:] = [batch for batch in stack if batch.requests]
+            stack = self._stacks[task.worker]
+            self._unstack(stack, request.key)
             self._push(stack, [request])
         return found
+
+    def _unstack(self, stack: list[_StackedBatch], key: int) -> None:
+        for batch in stack:
+            batch.requests.pop(key, None)
+        stack[:] = [batch for batch in stack if batch.requests]
 
     def _in_flight(self, request: _Request, node: int) -> bool:
         return any(

@@ -12,10 +12,10 @@ from jaxserve.cells.policies.graph_batches import (
     Buckets,
     GraphBatchScheduler,
     Member,
-    MergedStep,
     check_max_graphs,
+    max_graphs_of,
 )
-from jaxserve.cells.policy import CellType
+from jaxserve.cells.policy import CellType, Task
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
 
 # The parts of a chain: a type, and the consecutive nodes of this type.
@@ -53,8 +53,7 @@ class Padding:
                 f"policy {self.name!r}: bucket_width={self.bucket_width} is not allowed; pass at "
                 "least 1"
             )
-        if self.max_graphs is not None:
-            check_max_graphs(self.name, self.max_graphs)
+        check_max_graphs(self.name, self.max_graphs)
 
     @property
     def name(self) -> str:
@@ -64,9 +63,7 @@ class Padding:
         """Return a scheduler; its `add` raises InvalidGraphError for graphs that are not chains."""
         is_loop = tuple(type.is_loop for type in types)
         width = self.bucket_width
-        most = min(type.max_batch for type in types)
-        max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
-
+        max_graphs = max_graphs_of(self.max_graphs, types)
         parts_of: WeakKeyDictionary[CellGraph, _Parts] = WeakKeyDictionary()
 
         def parts(graph: CellGraph) -> _Parts:
@@ -81,9 +78,9 @@ class Padding:
                 for type, nodes in parts(graph)
             )
 
-        def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[MergedStep]:
+        def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[Task]:
             rows = [(member.first, parts(member.graph)) for member in members]
-            steps = []
+            tasks = []
             for index, (type, number) in enumerate(bucket_of(members[0].graph)):
                 longest = max(len(own[index][1]) for _, own in rows)
                 for place in range(longest if self.to_longest or is_loop[type] else number * width):
@@ -92,12 +89,11 @@ class Padding:
                         for first, own in rows
                         if place < len(own[index][1])
                     ]
-                    padding = len(rows) - len(nodes)
-                    steps.append(MergedStep(type, nodes, padding, keeps_rows=is_loop[type]))
-            return steps
+                    tasks.append(Task(type, nodes, 0, len(rows) - len(nodes)))
+            return tasks
 
         waiting = Buckets(bucket_of, max_graphs, is_round_robin=True)
-        return GraphBatchScheduler(types, num_workers, waiting, padded)
+        return GraphBatchScheduler(types, num_workers, waiting, padded, keeps_rows=True)
 
 
 def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> _Parts:
