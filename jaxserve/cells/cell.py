@@ -57,8 +57,12 @@ class Cell(BaseCell):
         name = type(module).__name__ if name is None else name
         specs = _specs_of(name, "input", inputs)
         found = _outputs_of(module, specs, name)
-        if outputs is not None:
-            _check_outputs(name, _specs_of(name, "output", outputs), found)
+        given = found if outputs is None else _specs_of(name, "output", outputs)
+        if given != found:
+            raise InvalidCellError(
+                f"cell {name!r}: outputs={_listed(given)} was given, and the module returns "
+                f"{_listed(found)}; pass these, or leave outputs out"
+            )
         key = (id(module), tuple(specs.items()), allows_infinite)
         super().__init__(key, name, specs, found, priority=priority, batch_sizes=batch_sizes)
         self.module = module
@@ -214,16 +218,6 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
 def _merged(module: nnx.Module) -> Any:
     """Return a copy of a module that may be called under a separate trace."""
     return nnx.merge(*nnx.split(module))
-
-
-def _check_outputs(
-    name: str, given: Mapping[str, ValueSpec], found: Mapping[str, ValueSpec]
-) -> None:
-    if dict(given) != dict(found):
-        raise InvalidCellError(
-            f"cell {name!r}: outputs={_listed(given)} was given, and the module returns "
-            f"{_listed(found)}; pass these, or leave outputs out"
-        )
 
 
 def _listed(specs: Mapping[str, ValueSpec]) -> str:

@@ -211,30 +211,22 @@ class SimulatedCells:
 
 
 @final
+@dataclass(eq=False)
 class _Handle:
+    tasks: TaskGroup | None
+    results: TaskResults
+    ready_s: float
+    clock: VirtualClock
+    on_collect: Callable[[], None]
     has_news = True
 
-    def __init__(
-        self,
-        tasks: TaskGroup | None,
-        results: TaskResults,
-        ready_s: float,
-        clock: VirtualClock,
-        on_collect: Callable[[], None],
-    ):
-        self.tasks = tasks
-        self._results = results
-        self._ready_s = ready_s
-        self._clock = clock
-        self._on_collect = on_collect
-
     def is_ready(self) -> bool:
-        return self._clock.now() >= self._ready_s
+        return self.clock.now() >= self.ready_s
 
     def collect(self) -> TaskResults:
-        self._clock.advance_to(self._ready_s)
-        self._on_collect()
-        return self._results
+        self.clock.advance_to(self.ready_s)
+        self.on_collect()
+        return self.results
 
 
 @final

@@ -43,9 +43,7 @@ def checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.nd
     # As unsigned numbers, negative ones are large.
     if found.view(f"u{found.itemsize}").max() >= vocab_size:
         wrong = found[(found < 0) | (found >= vocab_size)]
-        raise TokenOutOfRangeError(_out_of_range(int(wrong[0]), vocab_size))
+        raise TokenOutOfRangeError(
+            f"token {wrong[0]} is not in the vocabulary; tokens are 0 to {vocab_size - 1}"
+        )
     return found.astype(np.int32)
-
-
-def _out_of_range(token: int, vocab_size: int) -> str:
-    return f"token {token} is not in the vocabulary; tokens are 0 to {vocab_size - 1}"

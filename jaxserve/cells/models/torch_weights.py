@@ -6,7 +6,7 @@ and are transposed here once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU | Stacked:
 def embedded_from_torch(step: RecurrentStep, tensors: _Tensors, prefix: str) -> Embedded:
     """Return a step after the `torch.nn.Embedding` under the prefix; see `lstm_from_torch`."""
     reader = _Reader(tensors, prefix)
-    table = reader.matrix("weight", columns=step.input_size)
+    table = reader.read((None, step.input_size), "weight")
     reader.check()
     return _filled(lambda rngs: Embedded(step, table.shape[0], rngs=rngs), table=table)
 
@@ -69,8 +69,8 @@ def predicting_from_torch(embedded: Reader, tensors: _Tensors, prefix: str) -> P
     """
     reader = _Reader(tensors, prefix)
     size = embedded.vocab_size
-    weight = reader.matrix("weight", rows=size, columns=embedded.hidden_size)
-    bias = reader.vector("bias", size=size)
+    weight = reader.read((size, embedded.hidden_size), "weight")
+    bias = reader.read((size,), "bias")
     reader.check()
     return _filled(lambda rngs: Predicting(embedded, rngs=rngs), kernel=weight.T, bias=bias)
 
@@ -86,12 +86,12 @@ def tree_lstm_from_torch(tensors: _Tensors, prefix: str = "") -> tuple[Leaf, Int
       CheckpointError: see `lstm_from_torch`.
     """
     reader = _Reader(tensors, prefix)
-    table = reader.matrix("embedding.weight")
-    of_leaf = reader.matrix("leaf.weight", columns=table.shape[1])
+    table = reader.read((None, None), "embedding.weight")
+    of_leaf = reader.read((None, table.shape[1]), "leaf.weight")
     (vocab_size, input_size), hidden_size = table.shape, of_leaf.shape[0] // 3
-    of_pair = reader.matrix("internal.weight", rows=5 * hidden_size, columns=2 * hidden_size)
-    leaf_bias = reader.vector("leaf.bias", size=3 * hidden_size)
-    internal_bias = reader.vector("internal.bias", size=5 * hidden_size)
+    of_pair = reader.read((5 * hidden_size, 2 * hidden_size), "internal.weight")
+    leaf_bias = reader.read((3 * hidden_size,), "leaf.bias")
+    internal_bias = reader.read((5 * hidden_size,), "internal.bias")
     reader.check()
     leaf = _filled(
         lambda rngs: Leaf(vocab_size, input_size, hidden_size, rngs=rngs),
@@ -114,14 +114,6 @@ class _Reader:
         self._prefix = prefix
         self._problems: list[str] = []
 
-    def matrix(
-        self, *names: str, rows: int | None = None, columns: int | None = None
-    ) -> np.ndarray:
-        return self._read(names, (rows, columns))
-
-    def vector(self, *names: str, size: int | None = None) -> np.ndarray:
-        return self._read(names, (size,))
-
     def has(self, name: str) -> bool:
         return self._prefix + name in self._tensors
 
@@ -137,7 +129,8 @@ class _Reader:
                 "pass the state_dict of a module with one direction, biases and no projection",
             )
 
-    def _read(self, names: tuple[str, ...], shape: tuple[int | None, ...]) -> np.ndarray:
+    def read(self, shape: Sequence[int | None], *names: str) -> np.ndarray:
+        """Return the tensor under the first of the names that there is; None is any size."""
         zeros = np.zeros([0 if size is None else size for size in shape], np.float32)
         found = [self._prefix + name for name in names if self._prefix + name in self._tensors]
         if not found:
@@ -163,15 +156,15 @@ def _layers(reader: _Reader, num_gates: int) -> list[tuple[np.ndarray, ...]]:
             (f"{name}_l{number}", *([name] if number == 0 else []))
             for name in ("weight_hh", "weight_ih", "bias_ih", "bias_hh")
         )
-        hidden_size = reader.matrix(*w_h, columns=below).shape[1]
+        hidden_size = reader.read((None, below), *w_h).shape[1]
         rows = num_gates * hidden_size
         found.append(
             (
-                reader.matrix(*w_x, rows=rows, columns=below),
+                reader.read((rows, below), *w_x),
                 # Other numbers of rows belong to another kind of step, or to a projected network.
-                reader.matrix(*w_h, rows=rows, columns=hidden_size),
-                reader.vector(*b_x, size=rows),
-                reader.vector(*b_h, size=rows),
+                reader.read((rows, hidden_size), *w_h),
+                reader.read((rows,), *b_x),
+                reader.read((rows,), *b_h),
             )
         )
         reader.refuse(f"weight_hh_l{number}_reverse", "is of a layer that reads backwards")
