@@ -146,43 +146,6 @@ def tree_graph(all_cells, tree) -> Graph:
     return Graph({"h": node(tree)["h"]})
 
 
-def call(cell: Cell | Repeat, **inputs) -> dict[str, np.ndarray]:
-    """Return the outputs of one node, computed alone."""
-    specs = cell.inputs
-    rows = {
-        name: np.broadcast_to(np.asarray(value, specs[name].dtype), (1, *specs[name].shape))
-        for name, value in inputs.items()
-    }
-    return {name: np.asarray(value)[0] for name, value in cell.module(**rows).items()}
-
-
-def sentence_states(all_cells, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Return the states after each token."""
-    states = [{"h": np.zeros(SIZE, np.float32), "c": np.zeros(SIZE, np.float32)}]
-    for token in tokens:
-        x = call(all_cells["embed"], token=token)["x"]
-        states.append(call(all_cells["recurrent"], x=x, **states[-1]))
-    return states[1:]
-
-
-def tree_value(all_cells, tree) -> np.ndarray:
-    """Return the value of a tree's root."""
-    if isinstance(tree, int):
-        return call(all_cells["embed"], token=tree)["x"]
-    left, right = (tree_value(all_cells, child) for child in tree)
-    return call(all_cells["merge"], left=left, right=right)["h"]
-
-
-def decoded(all_cells, h, bias, max_steps: int) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of a greedy answer, and the last state."""
-    token, tokens = 0, []
-    while len(tokens) < max_steps and END not in tokens:
-        out = call(all_cells["decode"], token=token, h=h, bias=bias)
-        token, h = int(out["token"]), out["h"]
-        tokens.append(token)
-    return tokens, h
-
-
 def distance(value, expected) -> float:
     """Return the relative distance of two arrays."""
     return float(np.linalg.norm(np.subtract(value, expected)) / (np.linalg.norm(expected) + 1e-9))

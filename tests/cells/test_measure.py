@@ -8,6 +8,7 @@ from jaxserve.cells import CellRuntime
 from jaxserve.cells.measure import sized, sizes_that_pay
 from jaxserve.core.errors import InvalidCellError
 from tests.cells import modules
+from tests.cells.models.alone import evaluate
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_sized_cells_serve_the_nodes_of_the_others():
     for cell, given in zip(larger, chosen, strict=True):
         assert cell.batch_sizes in {(1, 4), (1, 4, 8)} and given.batch_sizes == (1, 4)
     with CellRuntime(larger, lambda tree: modules.tree_graph(cells, tree), warmup=False) as rt:
-        expected = modules.tree_value(cells, (1, (2, 3)))
+        expected = evaluate(modules.tree_graph(cells, (1, (2, 3))))["h"]
         assert modules.distance(rt.generate([(1, (2, 3))])[0]["h"], expected) < 1e-5
     with pytest.raises(InvalidCellError, match="increasing"):
         chosen[0].resized((4, 2))

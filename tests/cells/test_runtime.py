@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.testing import ExecutorWrapper
 from tests.cells import modules
+from tests.cells.models.alone import evaluate
 from tests.cells.modules import SIZE, distance
 
 CELLS = modules.cells()
@@ -42,72 +43,50 @@ STATES = RNG.normal(size=(12, SIZE)).astype(np.float32)
 TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class Sentence:
-    """A request for a chain."""
-
-    tokens: tuple[int, ...]
-    every_step: bool = False
+# A request is a function that returns its graph.
+Item = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A request for a tree."""
-
-    tree: Any
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A request for a loop that starts with one of `STATES`."""
-
-    state: int
-    max_steps: int = 12
-
-
-@dataclass(frozen=True)
-class Search:
-    """A request whose graphs the host chooses: two steps from the better of two candidates."""
-
-    state: int
-
-
-@dataclass(frozen=True)
-class Number:
-    """A request for a square root."""
-
-    value: float
-
-
-def unfold(item: Any) -> Graph:
+def unfold(item: Item) -> Any:
     """Return the graph of a request."""
-    if isinstance(item, Sentence):
-        return modules.sentence_graph(CELLS, item.tokens, every_step=item.every_step)
-    if isinstance(item, Tree):
-        return modules.tree_graph(CELLS, item.tree)
-    if isinstance(item, Answer):
-        given = {"h": STATES[item.state], "bias": STATES[item.state - 1]}
-        answer = CELLS["decode"](token=0, max_steps=item.max_steps, **given)
-        merged = CELLS["merge"](left=answer["h"], right=answer["h"])
-        steps = {"tokens": answer.steps("token"), "last": answer["token"], "merged": merged["h"]}
+    return item()
+
+
+def sentence(*tokens: int, every_step: bool = False) -> Item:
+    """Return a chain."""
+    return partial(modules.sentence_graph, CELLS, tokens, every_step=every_step)
+
+
+def answer(state: int, max_steps: int = 12) -> Item:
+    """Return a loop that starts with one of `STATES`."""
+
+    def graph() -> Graph:
+        given = {"h": STATES[state], "bias": STATES[state - 1]}
+        found = CELLS["decode"](token=0, max_steps=max_steps, **given)
+        merged = CELLS["merge"](left=found["h"], right=found["h"])
+        steps = {"tokens": found.steps("token"), "last": found["token"], "merged": merged["h"]}
         return Graph(steps)
-    if isinstance(item, Search):
-        return search(item.state)
-    if isinstance(item, Number):
-        return Graph({"root": CELLS["root"](x=item.value, number=4, use=True)["x"]})
-    if item in ("then raises", "then takes", "then returns"):
-        return wrong_then(item)
-    if item == "then needs much":
-        return needs_much()
-    if item == "missing":
-        return Graph({"x": CELLS["embed"]()["x"]})
-    if item in BAD_GRAPHS:
-        return BAD_GRAPHS[item]()
-    if item == "nothing":
-        return item
-    if item == "no file":
-        raise DownloadError("no file")
-    raise KeyError(item)
+
+    return graph
+
+
+def root(value: float) -> Item:
+    """Return a square root."""
+    return lambda: Graph({"root": CELLS["root"](x=value, number=4, use=True)["x"]})
+
+
+def raises(error: Exception) -> Item:
+    """Return a request that cannot be unfolded."""
+
+    def graph() -> Graph:
+        raise error
+
+    return graph
+
+
+def missing() -> Graph:
+    """Return a node without its input."""
+    return Graph({"x": CELLS["embed"]()["x"]})
 
 
 def cycle() -> Graph:
@@ -122,17 +101,8 @@ def million() -> Graph:
     return Graph({"h": CELLS["decoder"].chain(given, {"h": "h"}, h=0.0, bias=0.0)["h"]})
 
 
-# Name of a request -> a function that raises.
-BAD_GRAPHS = {
-    "cycle": cycle,
-    "shape": lambda: Graph({"h": CELLS["merge"](left=STATES[0][1:], right=0.0)["h"]}),
-    "empty": lambda: Graph({}),
-    "million": million,
-}
-
-
 def search(state: int) -> Graph:
-    """Return two candidates; the host continues the one with the larger norm."""
+    """Return two candidates; the host makes two steps from the one with the larger norm."""
     candidates = [CELLS["decoder"](token=token, h=STATES[state], bias=0.0) for token in (1, 2)]
 
     def then(values: dict[str, np.ndarray]) -> Any:
@@ -156,52 +126,33 @@ def needs_much() -> Graph:
 
 
 def wrong_then(kind: str) -> Graph:
-    """Return a graph whose `then` fails."""
+    """Return a graph whose `then` raises, takes a value that was not kept, or returns a number."""
     first = CELLS["embed"](token=1)
 
     def then(values: dict[str, np.ndarray]) -> Any:
-        if kind == "then takes":  # a value that was not kept
+        if kind == "takes":
             merged = CELLS["merge"](left=first["x"], right=first["x"])
             return Graph({"h": merged["h"]})
-        return 1 / 0 if kind == "then raises" else 3
+        return 1 / 0 if kind == "raises" else 3
 
     return Graph({"x": first["x"]}, then=then)
 
 
-def check(item: Any, completion: Any) -> None:
+def check(item: Item, completion: Any) -> None:
     """Compare a completion with the same computed node by node."""
     assert completion.error is None
-    if isinstance(item, Sentence):
-        states = modules.sentence_states(CELLS, item.tokens)
-        assert distance(completion["h"], states[-1]["h"]) < TOLERANCE
-        assert distance(completion["c"], states[-1]["c"]) < TOLERANCE
-        if item.every_step:
-            assert distance(completion["all"], [s["h"] for s in states]) < TOLERANCE
-    elif isinstance(item, Tree):
-        assert distance(completion["h"], modules.tree_value(CELLS, item.tree)) < TOLERANCE
-    elif isinstance(item, Answer):
-        tokens, h = modules.decoded(
-            CELLS, STATES[item.state], STATES[item.state - 1], item.max_steps
-        )
-        assert completion["tokens"].tolist() == tokens
-        assert completion["last"] == tokens[-1]
-        assert completion.finish_reason == ("stop" if tokens[-1] == modules.END else "length")
-        merged = modules.call(CELLS["merge"], left=h, right=h)["h"]
-        assert distance(completion["merged"], merged) < TOLERANCE
-    elif isinstance(item, Search):
-        first = [
-            modules.call(CELLS["decoder"], token=token, h=STATES[item.state], bias=0.0)["h"]
-            for token in (1, 2)
-        ]
-        best = int(np.argmax(np.linalg.norm(first, axis=-1)))
-        after = modules.call(CELLS["decoder"], token=best, h=first[best], bias=STATES[0])
-        assert completion["best"] == best
-        assert distance(completion["h"], after["h"]) < TOLERANCE
-    else:
-        assert distance(completion["root"], np.sqrt(item.value)) < TOLERANCE
+    expected = evaluate(unfold(item))
+    assert completion.values.keys() == expected.keys()
+    for name, value in expected.items():
+        if np.issubdtype(np.asarray(value).dtype, np.integer):
+            np.testing.assert_array_equal(completion[name], value)
+        else:
+            assert distance(completion[name], value) < TOLERANCE
+    is_cut = expected.get("last", modules.END) != modules.END
+    assert completion.finish_reason == ("length" if is_cut else "stop")
 
 
-def random_items(num: int, seed: int) -> list[Any]:
+def random_items(num: int, seed: int) -> list[Item]:
     """Return requests of all kinds."""
     rng = np.random.default_rng(seed)
 
@@ -211,15 +162,16 @@ def random_items(num: int, seed: int) -> list[Any]:
         left = int(rng.integers(1, num_leaves))
         return tree(left), tree(num_leaves - left)
 
-    def item(kind: int) -> Any:
+    def item(kind: int) -> Item:
         if kind == 0:
             tokens = rng.integers(modules.VOCAB, size=rng.integers(1, 9))
-            return Sentence(tuple(tokens.tolist()), bool(rng.integers(2)))
+            return sentence(*tokens.tolist(), every_step=bool(rng.integers(2)))
         if kind == 1:
-            return Tree(tree(int(rng.integers(2, 9))))
+            return partial(modules.tree_graph, CELLS, tree(int(rng.integers(2, 9))))
+        state = int(rng.integers(len(STATES)))
         if kind == 2:
-            return Answer(int(rng.integers(len(STATES))), int(rng.integers(1, 13)))
-        return Search(int(rng.integers(len(STATES)))) if kind == 3 else Number(float(rng.random()))
+            return answer(state, int(rng.integers(1, 13)))
+        return partial(search, state) if kind == 3 else root(float(rng.random()))
 
     return [item(int(kind)) for kind in rng.integers(5, size=num)]
 
@@ -260,20 +212,27 @@ def test_nothing_compiles_after_the_warm_up(runtime: CellRuntime):
 def test_bad_input_fails_alone(runtime: CellRuntime):
     """Each has its own typed error, and the neighbours are right."""
     good = random_items(11, 2)
-    bad = ["missing", "nothing", "unknown", Number(-1.0), Sentence((1,) * 500), "no file"]
-    bad += BAD_GRAPHS
-    errors = [
-        *(MissingInputError, InvalidGraphError, UnfoldError, NumericalError, TooManyNodesError),
-        *(DownloadError, CyclicGraphError, InputMismatchError, EmptyGraphError, TooManyNodesError),
-    ]
-    mixed = [item for pair in zip(good, [*bad, Number(-4.0)], strict=True) for item in pair]
+    bad = {
+        missing: MissingInputError,
+        (lambda: "no graph"): InvalidGraphError,
+        raises(KeyError("unknown")): UnfoldError,
+        raises(DownloadError("no file")): DownloadError,
+        root(-1.0): NumericalError,
+        sentence(*[1] * 500): TooManyNodesError,
+        million: TooManyNodesError,
+        cycle: CyclicGraphError,
+        (lambda: CELLS["merge"](left=STATES[0][1:], right=0.0)): InputMismatchError,
+        (lambda: Graph({})): EmptyGraphError,
+        root(-4.0): NumericalError,
+    }
+    mixed = [item for pair in zip(good, bad, strict=True) for item in pair]
     completions = runtime.generate(mixed)
     for item, completion in zip(good, completions[::2], strict=True):
         check(item, completion)
-    for error, completion in zip([*errors, NumericalError], completions[1::2], strict=True):
+    for error, completion in zip(bad.values(), completions[1::2], strict=True):
         assert completion.finish_reason == "error"
         assert type(completion.error) is error
-    assert "node 0 (cell 'root')" in str(completions[7].error)
+    assert "node 0 (cell 'root')" in str(completions[9].error)
     runtime.check_integrity()
 
 
@@ -308,26 +267,26 @@ def test_infinite_values_may_be_allowed():
 def test_a_bad_single_input_is_refused(runtime: CellRuntime):
     """It is refused at submission, with its cause."""
     with pytest.raises(MissingInputError, match="cell 'embed'"):
-        runtime.submit("missing")
+        runtime.submit(missing)
     with pytest.raises(UnfoldError, match="KeyError") as caught:
-        runtime.submit("unknown")
+        runtime.submit(raises(KeyError("unknown")))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize(
     "kind, error, message",
     [
-        ("then raises", UnfoldError, "ZeroDivisionError"),
-        ("then returns", UnfoldError, "must return a Graph"),
-        ("then takes", InvalidGraphError, "keep"),
+        ("raises", UnfoldError, "ZeroDivisionError"),
+        ("returns", UnfoldError, "must return a Graph"),
+        ("takes", InvalidGraphError, "keep"),
     ],
 )
 def test_a_then_that_fails_ends_its_request(runtime: CellRuntime, kind, error, message):
     """With the values that it had, and a typed error; the neighbour is right."""
-    failed, good = runtime.generate([kind, Number(4.0)])
+    failed, good = runtime.generate([partial(wrong_then, kind), root(4.0)])
     assert isinstance(failed.error, error) and message in str(failed.error)
     assert failed["x"].shape == (SIZE,)
-    check(Number(4.0), good)
+    check(root(4.0), good)
     runtime.check_integrity()
 
 
@@ -336,35 +295,37 @@ def test_more_searches_than_slots():
 
     A request whose next graph needs more than there is ends alone.
     """
-    items = [Search(number % len(STATES)) for number in range(12)]
-    items.insert(5, "then needs much")
+    items: list[Item] = [partial(search, number % len(STATES)) for number in range(12)]
+    items.insert(5, needs_much)
     memory = 6 * 136  # four slots for values of each shape
     options = {"slot_memory": memory, "warmup": False, "progress": False}
     with CellRuntime([CELLS["decoder"]], unfold, **options) as rt:
         completions = rt.generate(items)
         rt.check_integrity()
     for item, completion in zip(items, completions, strict=True):
-        if isinstance(item, Search):
-            check(item, completion)
-        else:
+        if item is needs_much:
             assert isinstance(completion.error, DeviceMemoryError)
+        else:
+            check(item, completion)
 
 
 def test_values_are_streamed(runtime: CellRuntime):
     """Steps of loops and members of lists come in order, and errors at the end."""
-    item = Answer(3)
+    item = answer(3)
     pieces = list(runtime.stream(item))
     tokens = [int(piece.value) for piece in pieces if piece.name == "tokens"]
-    assert tokens == modules.decoded(CELLS, STATES[3], STATES[2], item.max_steps)[0]
+    assert tokens == evaluate(unfold(item))["tokens"].tolist()
     assert [piece.index for piece in pieces if piece.name == "tokens"] == list(range(len(tokens)))
-    members = [p.index for p in runtime.stream(Sentence((1, 2, 3), True)) if p.name == "all"]
+    members = [
+        p.index for p in runtime.stream(sentence(1, 2, 3, every_step=True)) if p.name == "all"
+    ]
     assert members == [0, 1, 2]
     with pytest.raises(NumericalError):
-        list(runtime.stream(Number(-1.0)))
+        list(runtime.stream(root(-1.0)))
 
 
 def test_asyncio_twins(runtime: CellRuntime):
-    item = Answer(5)
+    item = answer(5)
 
     async def run() -> tuple[Any, list[Any]]:
         (completion,) = await runtime.agenerate([item])
@@ -398,21 +359,21 @@ def test_ids_of_running_requests_are_unique(runtime: CellRuntime):
         started.set()
         release.wait(60)
 
-    first = runtime.submit(Sentence((1, 2)), request_id="same", on_piece=hold)
+    first = runtime.submit(sentence(1, 2), request_id="same", on_piece=hold)
     started.wait(60)
     with pytest.raises(InvalidRequestError, match="same"):
-        runtime.submit(Sentence((1, 2)), request_id="same")
+        runtime.submit(sentence(1, 2), request_id="same")
     release.set()
     first.result(60)
     with pytest.raises(InvalidRequestError, match="reserved"):
-        runtime.submit(Sentence((1, 2)), request_id="cells-1")
+        runtime.submit(sentence(1, 2), request_id="cells-1")
     with pytest.raises(InvalidRequestError, match="request_id=3"):
-        runtime.submit(Sentence((1, 2)), request_id=3)
+        runtime.submit(sentence(1, 2), request_id=3)
 
 
 def test_the_records_make_a_report(runtime: CellRuntime):
     """Tasks are steps, named after their cells."""
-    completion = runtime.generate([Sentence((1, 2, 3))])[0]
+    completion = runtime.generate([sentence(1, 2, 3)])[0]
     assert completion.num_nodes == 6
     timing = completion.timing
     assert timing.arrival_s <= timing.admitted_s <= timing.first_token_s <= timing.finished_s
@@ -429,9 +390,8 @@ def test_eight_devices():
     """Values follow the nodes that take them; bad and cancelled requests harm no others."""
     options = {"devices": jax.devices()[:8], "max_tasks_to_submit": 1, "max_in_flight": 1}
     items = random_items(120, 4)
-    items[5::20] = [Number(-1.0)] * 6
-    items[9::40] = ["then takes"] * 3
-    errors = {Number(-1.0): NumericalError, "then takes": InvalidGraphError}
+    errors = {root(-1.0): NumericalError, partial(wrong_then, "takes"): InvalidGraphError}
+    items[5::20], items[9::40] = ([item] * num for item, num in zip(errors, (6, 3), strict=True))
     options |= {"slot_memory": "64KiB", "warmup": False, "progress": False}
     with CellRuntime(list(CELLS.values()), unfold, **options) as rt:
         pending = []
@@ -479,8 +439,8 @@ def test_inputs_run_while_others_are_unfolded():
 def test_a_callback_may_close_the_runtime():
     """Requests that have not ended are cancelled."""
     rt = CellRuntime([CELLS["embed"], CELLS["recurrent"]], unfold, warmup=False, progress=False)
-    others = [rt.submit(Sentence((1,) * 30)) for _ in range(3)]
-    first = rt.submit(Sentence((1, 2)), on_piece=lambda piece: rt.close())
+    others = [rt.submit(sentence(*[1] * 30)) for _ in range(3)]
+    first = rt.submit(sentence(1, 2), on_piece=lambda piece: rt.close())
     assert first.result(60).finish_reason == "stop"
     assert {one.result(60).finish_reason for one in others} <= {"stop", "cancelled"}
 
@@ -488,12 +448,12 @@ def test_a_callback_may_close_the_runtime():
 def test_close_ends_everything():
     """Requests that have begun are cancelled, and later calls raise."""
     rt = CellRuntime([CELLS["embed"], CELLS["recurrent"]], unfold, warmup=False)
-    pending = [rt.submit(Sentence((1,) * 8)) for _ in range(20)]
+    pending = [rt.submit(sentence(*[1] * 8)) for _ in range(20)]
     rt.close()
     reasons = {one.result(60).finish_reason for one in pending}
     assert reasons <= {"stop", "cancelled", "error"}
     with pytest.raises(RuntimeClosedError):
-        rt.submit(Sentence((1, 2)))
+        rt.submit(sentence(1, 2))
     with pytest.raises(RuntimeClosedError):
         rt.generate([])
 
@@ -509,10 +469,10 @@ def test_a_failed_device_fails_all():
     """Every request ends with the same typed error."""
     cells = [CELLS["embed"], CELLS["recurrent"]]
     with CellRuntime(cells, unfold, warmup=False, wrap_executor=Broken) as rt:
-        completions = rt.generate([Sentence((1, 2)), Sentence((3,))])
+        completions = rt.generate([sentence(1, 2), sentence(3)])
         assert {type(c.error) for c in completions} == {EngineFailedError}
         with pytest.raises(EngineFailedError, match="broken"):
-            rt.submit(Sentence((1, 2)))
+            rt.submit(sentence(1, 2))
 
 
 def test_options_are_checked():
