@@ -39,6 +39,11 @@ class Gpu:
     shared_bytes: int
     num_cores: int
 
+    @property
+    def has_mosaic(self) -> bool:
+        """Whether the Mosaic kernels serve it: they are for Hopper."""
+        return self.capability[0] == 9
+
     @classmethod
     def of(cls, device: Any) -> Gpu | None:
         """Return the description of a JAX device; None if it is not an NVIDIA GPU."""

@@ -167,7 +167,7 @@ class Steps:
         """Return whether our kernels serve the step there; its other kernels are not checked."""
         is_float8 = "float8_e4m3fn" == self.kv_dtype or self.quantize == "fp8"
         is_mosaic = self.attention == _MOSAIC
-        return not (is_mosaic and gpu.capability[0] != 9 or is_float8 and gpu.capability < (8, 9))
+        return not (is_mosaic and not gpu.has_mosaic or is_float8 and gpu.capability < (8, 9))
 
     @property
     def num_layers(self) -> tuple[int, int]:

@@ -196,7 +196,7 @@ def _check_platform() -> None:
     if platform != "cuda":
         raise NotImplementedError(f"it is compiled for NVIDIA GPUs, not for {platform}")
     target = gpu.target()
-    if target is not None and target.capability[0] != 9:
+    if target is not None and not target.has_mosaic:
         raise NotImplementedError(
             f"it needs Hopper (sm_90a), not compute capability {target.capability}"
         )

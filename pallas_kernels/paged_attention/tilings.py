@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.gpu import GPUS
+from jaxserve.kernels.gpu import GPUS, Gpu
 from jaxserve.kernels.paged_attention import mosaic
 from jaxserve.kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
 
@@ -114,8 +114,11 @@ def planned_tiling(
     if kinds == list(names) and dispatch.target_platform() != "cuda":
         return None
     num_cores = 1 if kinds != list(names) else cores_of(device)
-    is_mosaic = kinds[0] == "mosaic" and mosaic.serves(
-        heads["group"], heads["head_dim"], dtype, page_dtype
+    gpu = Gpu.of(device)
+    is_mosaic = (
+        kinds[0] == "mosaic"
+        and (gpu is None or gpu.has_mosaic)  # interpreted on other platforms
+        and mosaic.serves(heads["group"], heads["head_dim"], dtype, page_dtype)
     )
     kind = "mosaic" if is_mosaic else "triton"
     return tiling_for(

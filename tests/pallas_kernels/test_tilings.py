@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.kernels import paged_attention, versions
+from jaxserve.kernels.cross import targeting
 from jaxserve.kernels.gpu import GPUS
 from jaxserve.kernels.paged_attention import planned_tiling, tiling_for
 from jaxserve.kernels.paged_attention.planner import Launches
@@ -65,6 +68,23 @@ def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mos
     tiling = planned_tiling(jax.devices()[0], asked, **{**DTYPES, **HEADS, **heads})
     assert tiling is not None
     assert (tiling.warpgroups is not None) == is_mosaic
+
+
+@pytest.mark.parametrize(("name", "is_mosaic"), [("h200", True), ("a100", False), ("b200", False)])
+def test_tiles_of_mosaic_are_for_hopper(name, is_mosaic):
+    """On other GPUs Triton is next, and has tiles of its own."""
+    gpu = GPUS[name]
+    device = SimpleNamespace(
+        platform="gpu",
+        device_kind=gpu.kind,
+        compute_capability="{}.{}".format(*gpu.capability),
+        core_count=gpu.num_cores,
+    )
+    with targeting(gpu):
+        tiling = planned_tiling(device, "mosaic,triton", **DTYPES, **HEADS)
+    assert tiling is not None
+    assert (tiling.warpgroups is not None) == is_mosaic
+    assert tiling.tile_programs % gpu.num_cores == 0
 
 
 @pytest.mark.parametrize("asked", [None, "xla", "triton", "mosaic,triton"])
