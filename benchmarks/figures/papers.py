@@ -226,3 +226,14 @@ RESTORE = Table(
         ("others lost, ms", "{others_lost_s:~.0f /ms}"),
     ),
 )
+SECOND_TURNS = Table(
+    what="First token of a turn of {arguments[new]} new tokens, a model with recurrent layers",
+    rows="rows.*",
+    columns=(
+        ("history", "{length:,}"),
+        ("new tokens alone, ms", "{alone[first_token_s]:@~.0f /ms}"),
+        ("kept state, ms", "{kept[first_token_s]:@~.0f /ms}"),
+        ("computed again, ms", "{computed[first_token_s]:@~.0f /ms}"),
+        ("kept over alone", "{kept_over_alone:.2f}"),
+    ),
+)

@@ -971,6 +971,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "pensieve": ("Pensieve's models on its GPUs, simulated", papers.PENSIEVE),
         "scattered": ("Attention over scattered pages", papers.SCATTERED),
         "restore": ("Coming back from the host", papers.RESTORE),
+        "second_turns": ("Second turns of a model with recurrent layers", papers.SECOND_TURNS),
     },
     "docs/results/exegpt.md": {
         "exegpt": ("ExeGPT's models on its clusters, estimated and simulated", exegpt.simulated),

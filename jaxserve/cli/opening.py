@@ -122,8 +122,9 @@ def open_service(
     None leaves an option at its default.
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-    if given.get("host_memory") == "0":
-        given["host_memory"] = 0
+    for name in ("host_memory", "state_memory"):
+        if given.get(name) == "0":
+            given[name] = 0
     if roles is not None:
         if replicas != 1:
             raise InvalidConfigError(

@@ -461,6 +461,13 @@ class ServiceOptions:
             "--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."
         ),
     ] = None
+    state_memory: Annotated[
+        str | None,
+        _runtime(
+            "--state-memory",
+            text="Memory for kept states of recurrent layers, e.g. 1GiB, or 0.",
+        ),
+    ] = None
     disk_memory: Annotated[
         str | None,
         _runtime("--disk-memory", text="Disk space for KV that leaves the host, e.g. 50GiB."),

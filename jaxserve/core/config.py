@@ -85,8 +85,9 @@ class EngineConfig:
     # pages.
     has_encoder: bool = False
     # The model keeps a state of each sequence in its slot, with or without pages. Pages alone do
-    # not continue a sequence then, so none are kept or shared.
+    # not continue a sequence then: without snapshots of states none are kept or shared.
     has_slot_state: bool = False
+    num_snapshots: int = 0  # maximum number of states that are kept beside those in slots
     # The window of each layer with keys and values, if layers with equal windows share page tables
     # (`PageLayout`); empty if one table serves all layers.
     layer_windows: tuple[int | None, ...] = ()
@@ -120,6 +121,11 @@ class EngineConfig:
                 f"num_host_pages={self.num_host_pages} and restore={self.restore!r} are not "
                 "allowed for a model with states in slots, which pages of the host do not have; "
                 "pass 0 and 'on_admission'"
+            )
+        if self.num_snapshots and not self.has_slot_state:
+            raise InvalidConfigError(
+                f"num_snapshots={self.num_snapshots} is not allowed for a model without states in "
+                "slots; pass 0"
             )
         if self.restore not in RESTORES:
             raise InvalidConfigError(f"restore={self.restore!r} is unknown; pass one of {RESTORES}")

@@ -132,6 +132,7 @@ class RuntimeKeywords(TypedDict, total=False):
     quantize: str | None
     quantize_embeddings: str | None
     host_memory: int | str | None
+    state_memory: int | str | None
     restore: str | None
     disk_memory: int | str | None
     disk_folder: str | Path | None
@@ -195,6 +196,9 @@ class RuntimeOptions:
         sequences, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
         that serve a model together.
+      state_memory: memory for states of recurrent layers that are kept after answers, in bytes or
+        as "4GiB"; 0 to keep none. By default two for each of `max_slots`, up to a sixteenth of the
+        free memory. Only for models with recurrent layers, and used by policies that keep pages.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
         before the sequence's first step. "prefetch": a few with every step while the sequence
         waits. "per_layer": within the first step, each layer's while the layer before it is
@@ -275,6 +279,7 @@ class RuntimeOptions:
     quantize: str | None = None
     quantize_embeddings: str | None = None
     host_memory: int | str | None = None
+    state_memory: int | str | None = None
     restore: str | None = None
     disk_memory: int | str | None = None
     disk_folder: str | Path | None = None
@@ -389,9 +394,10 @@ class RuntimeOptions:
                     f"{name}={bound!r} is not allowed; pass a number of seconds above 0, or omit "
                     "it for the most throughput"
                 )
-        for name in ("kv_memory", "host_memory", "disk_memory"):
+        for name in ("kv_memory", "host_memory", "state_memory", "disk_memory"):
             size = getattr(self, name)
-            if size is not None and (name, size) != ("host_memory", 0):
+            may_be_none = name in ("host_memory", "state_memory")
+            if size is not None and not (may_be_none and size == 0):
                 try:
                     parse_bytes(size)
                 except InvalidConfigError as error:

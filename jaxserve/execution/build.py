@@ -32,6 +32,7 @@ from jaxserve.execution.memory_plan import (
     plan_host_pages,
     plan_pool,
     plan_resize,
+    plan_snapshots,
 )
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.sizes import engine_config, nbytes
@@ -45,6 +46,7 @@ from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.loading import timed
 from jaxserve.models.parts import ModelPart, cut
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.sharding import ProcessGroup, StagePlan
 from jaxserve.steps.drafting import Drafter, united
 from jaxserve.steps.probing import Probe, check_probe
@@ -71,6 +73,7 @@ class ExecutorSpec:
     drafter: Drafter | None = None
     takes_masks: bool = False
     layer_windows: tuple[int | None, ...] = ()  # see `EngineConfig`
+    num_snapshots: int = 0
 
     def config(self, *, num_pages: int, num_host_pages: int = 0) -> EngineConfig:
         """Return the sizes of executables and of a page pool."""
@@ -79,6 +82,7 @@ class ExecutorSpec:
             self.options,
             num_pages=num_pages,
             num_host_pages=num_host_pages,
+            num_snapshots=self.num_snapshots,
             layer_windows=self.layer_windows,
         )
 
@@ -108,6 +112,11 @@ class PlacedModel:
         return nbytes(self.abstract_cache(2).pages) // 2 // self.place.num_shards
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Size of the state of a sequence, and of the page that is kept with it."""
+        return nbytes(_abstract_cache(self._cache_sizes(1, 1)))
+
+    @property
     def wanted_pages(self) -> int:
         """The number of pages with which no sequence waits for one."""
         config = self.spec.config(num_pages=MIN_PAGES)
@@ -117,7 +126,7 @@ class PlacedModel:
         spec = self.spec
         return Programs.shared(
             spec.graphdef if self.part is None else self.part.graphdef,
-            config,
+            replace(config, num_snapshots=0),  # on which no executable of a step depends
             self.model_config,
             self.place,
             spec.probe,
@@ -134,7 +143,8 @@ class PlacedModel:
             next(iter(self.place.whole.addressable_devices)),
             page_bytes=self.page_bytes,
             step_bytes=step_bytes,
-            state_bytes=nbytes(self.abstract_cache(2).states),
+            state_bytes=nbytes(self.abstract_cache(2).states)
+            + self.spec.num_snapshots * self.snapshot_bytes,
             slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
             wanted_pages=self.wanted_pages,
             min_pages=fewest,
@@ -164,14 +174,24 @@ class PlacedModel:
 
     def cache_maker(self, num_pages: int, shelf: Shelf) -> StepFunction:
         """Return the function without arguments that makes the cache."""
-        sizes = self._cache_sizes(num_pages)
+        return self._maker(self._cache_sizes(num_pages), shelf)
+
+    def new_snapshots(self, shelf: Shelf) -> Any:
+        """Return a cache of zeros whose slots and pages are entries of snapshots; None for none."""
+        num = self.spec.num_snapshots
+        return self._maker(self._cache_sizes(num, num), shelf)() if num else None
+
+    def _maker(self, sizes: tuple[Any, ...], shelf: Shelf) -> StepFunction:
         make = partial(_empty, sizes, zeros=zeros)
         return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)
 
-    def _cache_sizes(self, num_pages: int) -> tuple[Any, ...]:
-        """Return the arguments of `empty_cache`, for each model that has keys and values."""
+    def _cache_sizes(self, num_pages: int, num_slots: int | None = None) -> tuple[Any, ...]:
+        """Return the arguments of `empty_cache`, for each model that has keys and values.
+
+        `num_slots` is by default that of sequences.
+        """
         spec = self.spec
-        engine = spec.config(num_pages=num_pages)
+        engine = spec.config(num_pages=MIN_PAGES)
         layout = engine.page_layout
         num_buffers = layout.num_buffers if layout.is_grouped else None
         models = [(self.model_config, spec.layer_layout)]
@@ -185,7 +205,7 @@ class PlacedModel:
                 spec.options.kv_dtype or config.dtype,
                 layout,
                 self.place.num_shards,
-                engine.max_slots,
+                num_slots or engine.max_slots,
                 num_buffers,
             )
             for config, layout in models
@@ -286,6 +306,9 @@ def _build(
         pairs = zip(own, parts, strict=True)
         models = [PlacedModel.of(spec, part_params, part) for part_params, part in pairs]
     first = models[0]
+    if model_config.num_recurrent_layers:
+        spec = replace(spec, num_snapshots=_num_snapshots(first))
+        models = [first := replace(first, spec=spec)]
     if group is not None:
         from jaxserve.execution.processes import check_alike
 
@@ -363,7 +386,8 @@ def _build(
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         width, most = model_config.hidden_size, stages.micro_batches
         return StagedExecutor(config, built, parts, whole, width, most, **given), size
-    executor = DeviceExecutor(config, programs[0], own[0], caches[0], **given)
+    snapshots = jax.block_until_ready(first.new_snapshots(programs[0].shelf))
+    executor = DeviceExecutor(config, programs[0], own[0], caches[0], snapshots=snapshots, **given)
     if group is None:
         return executor, size
     from jaxserve.execution.processes import allocate_host_pages, in_group
@@ -371,6 +395,19 @@ def _build(
     if config.num_host_pages:
         allocate_host_pages(executor.pages, group)
     return in_group(executor, group, processes, strict=options.strict), size
+
+
+def _num_snapshots(model: PlacedModel) -> int:
+    """Return the number of snapshots of states that are kept; 0 unless the policy keeps pages."""
+    options = model.spec.options
+    if not get_policy(options.policy).retention.keeps_pages:
+        return 0
+    return plan_snapshots(
+        next(iter(model.place.whole.addressable_devices)),
+        model.snapshot_bytes,
+        model.spec.config(num_pages=MIN_PAGES).max_slots,
+        options.state_memory,
+    )
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:

@@ -188,6 +188,11 @@ def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> 
 def check_slot_options(model_config: Any, options: RuntimeOptions) -> None:
     """Raise InvalidConfigError for options of KV that a model with recurrent layers has not."""
     if not model_config.num_recurrent_layers:
+        if options.state_memory is not None:
+            raise InvalidConfigError(
+                f"state_memory={options.state_memory!r} for a model without recurrent layers, "
+                "which has no states; omit it"
+            )
         return
     # Options for host pages, which have no states.
     given = {

@@ -52,10 +52,13 @@ class DeviceExecutor(StepExecutor):
         params: Any,
         cache: KVCache,
         *,
+        snapshots: KVCache | None = None,
         strict: bool = False,
         takes_masks: bool = False,
     ):
-        self._stage = DeviceStage(programs, params, cache, config.num_host_pages, samples=True)
+        self._stage = DeviceStage(
+            programs, params, cache, config.num_host_pages, samples=True, snapshots=snapshots
+        )
         super().__init__(
             config, (self._stage,), abstract(params), strict=strict, takes_masks=takes_masks
         )

@@ -9,10 +9,13 @@ from functools import partial
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.pages import DevicePages, chunks
+from jaxserve.memory.snapshots import StateCopy
+from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.sampler import SamplingNeeds
@@ -21,6 +24,7 @@ from jaxserve.steps.slots import (
     MOVES_A_CALL,
     PAGE_UPDATES_A_CALL,
     SlotState,
+    copy_entry,
     move_states,
     pack_moves,
 )
@@ -164,16 +168,58 @@ def _proposed(row: Row) -> Extension:
 
 
 @final
-class StateMoves:
-    """Moves the states of recurrent layers between slots; without such layers it does nothing."""
+class DeviceStates:
+    """Copies the states of recurrent layers between slots and snapshots.
 
-    def __init__(self, config: EngineConfig, place: jax.sharding.Sharding, shelf: Shelf):
+    Without such layers it does nothing. It owns the snapshots: a cache whose slots and pages are
+    their entries; None without any.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: jax.sharding.Sharding,
+        shelf: Shelf,
+        snapshots: KVCache | None = None,
+    ):
         self._config = config
+        self.snapshots = snapshots
+        copy = partial(shelf.function, donate_argnums=0, out_shardings=place)
+        self._save = copy("save_state", copy_entry)
+        self._restore = copy("restore_state", copy_entry)
         self._move = shelf.function(
             "move_states", move_states, donate_argnums=0, out_shardings=place
         )
 
-    def apply(self, pages: DevicePages, moves: Sequence[tuple[int, int]]) -> None:
+    def save(self, pages: DevicePages, copies: Iterable[StateCopy]) -> None:
+        """Copy states, each with a page, to snapshots."""
+        for slot, page, entry in copies:
+            self.snapshots = self._save(
+                self.snapshots, pages.cache, _entries(entry, entry), _entries(slot, page)
+            )
+
+    def restore(self, pages: DevicePages, copies: Iterable[StateCopy]) -> None:
+        """Copy snapshots to slots and pages."""
+        for slot, page, entry in copies:
+            cache = self._restore(
+                pages.cache, self.snapshots, _entries(slot, page), _entries(entry, entry)
+            )
+            pages.replace(cache)
+
+    def renew(self) -> None:
+        """Replace the snapshots by zeros, after a step that may have donated them."""
+        like = abstract(self.snapshots)
+        self.delete()
+        self.snapshots = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
+        )
+
+    def delete(self) -> None:
+        for leaf in jax.tree.leaves(self.snapshots):
+            leaf.delete()
+        self.snapshots = None
+
+    def move(self, pages: DevicePages, moves: Sequence[tuple[int, int]]) -> None:
         """Carry out moves (from slot, to slot). No target may also be a source."""
         if not pages.cache.states:
             return
@@ -186,4 +232,19 @@ class StateMoves:
         if not states:
             return []
         moves = pack_moves(self._config, ())
-        return [("moves of states", partial(self._move.prepare, states, *moves))]
+        prepare = [("moves of states", partial(self._move.prepare, states, *moves))]
+        if self.snapshots is not None:
+            cache, snapshots = abstract((pages.cache, self.snapshots))
+            places = _entries(0, 0), _entries(0, 0)
+            prepare += [
+                ("states to snapshots", partial(self._save.prepare, snapshots, cache, *places)),
+                (
+                    "states from snapshots",
+                    partial(self._restore.prepare, cache, snapshots, *places),
+                ),
+            ]
+        return prepare
+
+
+def _entries(state: int, page: int) -> np.ndarray:
+    return np.array([state, page], np.int32)

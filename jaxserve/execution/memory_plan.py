@@ -16,6 +16,7 @@ from jaxserve.memory.page_pool import MIN_PAGES
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
 _HOST_SHARE = 0.25
+_SNAPSHOT_SHARE = 1 / 16
 # Leading bits that `_repeatable` keeps of a number of pages that depends on free memory.
 _BITS = {"cpu": 4}
 _DEFAULT_BITS = 7
@@ -49,7 +50,8 @@ class PoolSize:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
       free_bytes: free memory of the device without the pool, the states and the temporaries.
-      state_bytes: size of the states in slots; 0 for a model without recurrent layers.
+      state_bytes: size of the states in slots and in snapshots; 0 for a model without recurrent
+        layers.
     """
 
     num_pages: int
@@ -180,6 +182,30 @@ def plan_host_pages(page_bytes: int, num_device_pages: int, wanted: int | str | 
             "give less"
         )
     return wanted_bytes // page_bytes
+
+
+def plan_snapshots(
+    device: Any,  # a jax.Device
+    snapshot_bytes: int,
+    max_slots: int,
+    wanted: int | str | None,
+) -> int:
+    """Return the number of snapshots of states, of `snapshot_bytes` each with its page.
+
+    By default there are two for each slot, up to a fraction of the free memory. Raises
+    DeviceMemoryError if the `wanted` bytes are not free.
+    """
+    free = free_device_bytes(device)
+    if wanted is None:
+        fitting = _repeatable(int(free * _SNAPSHOT_SHARE) // snapshot_bytes, device.platform)
+        return min(2 * max_slots, fitting)
+    wanted_bytes = parse_bytes(wanted) if wanted else 0
+    if wanted_bytes > free:
+        raise DeviceMemoryError(
+            f"state_memory={wanted_bytes:,} bytes do not fit on {device}, where {free:,} are free; "
+            "give less"
+        )
+    return wanted_bytes // snapshot_bytes
 
 
 def plan_resize(

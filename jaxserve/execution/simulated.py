@@ -74,6 +74,7 @@ class _Slot:
     is_inert: bool = False
     page_table: dict[int, int] = field(default_factory=dict)
     num_in_state: int = 0  # tokens, of a model with states in slots
+    state: int = 1  # what the model has of these tokens
 
     @property
     def num_outputs(self) -> int:
@@ -133,6 +134,8 @@ class SimulatedExecutor(Executor):
         self._cells_of = np.zeros(shape, np.int64)
         # The pages and slots of the group whose plan is being carried out.
         self._slots, self._cells = self._slots_of[0], self._cells_of[0]
+        # The number of tokens in each snapshot, its state, and the page that follows the full ones.
+        self._snapshots: dict[int, tuple[int, int, np.ndarray]] = {}
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         # Keys are device groups and the link.
         self._free_at_s: dict[int, float] = {}
@@ -225,6 +228,9 @@ class SimulatedExecutor(Executor):
             self._cells[page] = self._host_cells[host_page]
 
     def _edit_slots(self, plan: StepPlan) -> None:
+        for slot, page, entry in plan.saves:
+            source = self._slots[slot]
+            self._snapshots[entry] = source.num_in_state, source.state, self._cells[page].copy()
         for slot in plan.releases:
             if slot in self._slots:  # absent if its sequence was admitted and released in one plan
                 self._slots[slot].is_inert = True
@@ -245,6 +251,9 @@ class SimulatedExecutor(Executor):
             self._slots[new.slot].tokens[new.start :] = new.tokens
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page
+        for slot, page, entry in plan.restores:
+            target = self._slots[slot]
+            target.num_in_state, target.state, self._cells[page] = self._snapshots[entry]
         self._check_window(plan)
 
     def _check_window(self, plan: StepPlan) -> None:
@@ -372,6 +381,8 @@ class SimulatedExecutor(Executor):
         if self.config.has_slot_state:
             if start not in (0, slot.num_in_state):
                 raise AssertionError("a row must begin where the state of its slot ends")
+            if start and slot.state != self._read(slot, start - 1):
+                raise AssertionError(f"the state of a slot is not that of its {start} tokens")
             slot.num_in_state = start + count
         layout = self.config.page_layout
         if layout.is_grouped and start:
@@ -383,6 +394,7 @@ class SimulatedExecutor(Executor):
                 # What a table has differs from what the others have.
                 own = mix(context, table) if table else context
                 self._cells[self._cell(slot, position, table)] = own
+        slot.state = context
 
     def _check_windows(self, slot: _Slot, start: int) -> None:
         """Raise AssertionError unless a query at `start` sees its context in every table."""

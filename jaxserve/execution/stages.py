@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig, bucket
-from jaxserve.execution.device_slots import DeviceSlots, StateMoves
+from jaxserve.execution.device_slots import DeviceSlots, DeviceStates
 from jaxserve.execution.model_executor import (
     ModelExecutor,
     PooledPart,
@@ -114,6 +114,7 @@ class DeviceStage:
         num_host_pages: int = 0,
         *,
         samples: bool,
+        snapshots: KVCache | None = None,
     ):
         self.programs = programs
         self.params = params
@@ -121,7 +122,7 @@ class DeviceStage:
             programs.config, programs.place.whole, programs.shelf, looks_up=samples
         )
         self.pages = DevicePages(cache, programs.place.pages, num_host_pages, programs.shelf)
-        self.states = StateMoves(programs.config, programs.place.pages, programs.shelf)
+        self.states = DeviceStates(programs.config, programs.place.pages, programs.shelf, snapshots)
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
@@ -138,8 +139,10 @@ class DeviceStage:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
         if self._incoming:
             self._redirect(plan)
+        self.states.save(self.pages, plan.saves)
         self.slots.apply(plan)
-        self.states.apply(self.pages, plan.moves)
+        self.states.move(self.pages, plan.moves)
+        self.states.restore(self.pages, plan.restores)
 
     def _redirect(self, plan: StepPlan) -> None:
         """Have tokens in transit follow the plan's moves of slots."""
@@ -332,6 +335,7 @@ class DeviceStage:
         self._incoming.clear()
         self.pages.renew()
         self.slots.renew()
+        self.states.renew()
 
     def fingerprint(self) -> bytes:
         """Return a hash of the weights of this stage and of the layout of its pages."""
@@ -353,6 +357,7 @@ class DeviceStage:
         self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
+        self.states.delete()
         self.params = None
 
     def _take_in(self, slots: np.ndarray) -> None:

@@ -60,6 +60,11 @@ class PageKeys:
             return None
         return self._keys[start:stop]
 
+    @property
+    def root(self) -> bytes:
+        """The key before the first page, for the identity of the last `of`."""
+        return self._root
+
     def anew(self) -> PageKeys:
         return PageKeys(self._whole, self._adapter)
 

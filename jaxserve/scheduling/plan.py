@@ -11,6 +11,7 @@ from typing import Any, Self, final
 import numpy as np
 
 from jaxserve.core.request import Request
+from jaxserve.memory.snapshots import StateCopy
 
 
 @final
@@ -137,7 +138,7 @@ PageCopies = tuple[tuple[int, int], ...]
 @final
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, carried out in the order of the fields.
+    """One step, carried out in the order of the fields, except `restores`.
 
     A plan depends on lengths only, never on token values, so it can be submitted before the
     previous step has been read. It is an upper bound: rows may deliver fewer tokens than they may
@@ -148,6 +149,8 @@ class StepPlan:
       index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
+      saves: states and pages to be copied to snapshots, as the plan before has left them.
+      restores: snapshots to be copied to slots and pages, after all other edits.
       forgets_answers: whether no later proposal may be of an answer that has already ended.
       releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
@@ -172,6 +175,8 @@ class StepPlan:
     index: int
     swaps_out: PageCopies = ()
     swaps_in: PageCopies = ()
+    saves: tuple[StateCopy, ...] = ()
+    restores: tuple[StateCopy, ...] = ()
     forgets_answers: bool = False
     releases: tuple[int, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()

@@ -438,8 +438,9 @@ class Policy:
         return self.iteration.num_device_groups
 
     def retention_for(self, config: EngineConfig) -> Retention:
-        """Return what is kept after answers; nothing if a sequence has more than its pages."""
-        return Stateless() if config.has_slot_state else self.retention
+        """Return what is kept after answers; nothing if states are not kept with the pages."""
+        keeps_part = config.has_slot_state and not config.num_snapshots
+        return Stateless() if keeps_part else self.retention
 
     def new_state(self) -> Any:
         return self.iteration.new_state()

@@ -292,14 +292,27 @@ class Scheduler:
         self, sequence: Sequence, reason: FinishReason, error: JaxserveError | None = None
     ) -> None:
         """End a sequence now, in any phase; its tokens in flight are ignored."""
+        self._end(sequence, reason, error, is_cut=True)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: JaxserveError | None = None,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """End a sequence, with its newest token unless it `is_cut`: nothing follows it then."""
         if sequence.phase is Phase.FINISHED:
             return
         if sequence.phase is Phase.WAITING:
             self._queues.waiting.remove(sequence)
         elif sequence.phase is Phase.RUNNING:
+            if not is_cut and error is None:
+                self._kv.save_state(sequence, has_ended=True)
             self._queues.leave_slot(sequence)
         sequence.finish(reason, error, self._clock.now())
-        self._kv.end(sequence, is_right=error is None)
+        self._kv.end(sequence, is_right=error is None, is_cut=is_cut)
         self.lengths.remove(sequence)
         self._queues.keys.drop(sequence)
         if sequence.num_in_flight == 0:
@@ -331,7 +344,7 @@ class Scheduler:
         for token in tokens:
             sequence.force(token)
             if reason := end_of(sequence, has_new=True):
-                return self.end(sequence, reason)
+                return self._end(sequence, reason)
         if sequence.phase is Phase.WAITING:
             self._queues.waiting.replace(sequence)
         else:
@@ -465,7 +478,7 @@ class Scheduler:
         if not result.finite[index]:
             self.end(sequence, "error", not_finite(sequence))
         elif reason := end_of(sequence, has_new=count > 0):
-            self.end(sequence, reason)
+            self._end(sequence, reason)
         elif count < row.max_new_tokens:
             self._take_back(sequence, row.max_new_tokens - count)
         return count

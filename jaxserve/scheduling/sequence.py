@@ -15,6 +15,7 @@ from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.grouped_table import GroupedPageTable
 from jaxserve.memory.page_pool import PageTable
+from jaxserve.memory.snapshots import Snapshot
 
 # Pages of a waiting sequence that one step considers for prefetching.
 MAX_LOOKED_AT = 512
@@ -77,6 +78,8 @@ class SequenceKV:
       num_cached: leading pages that are in the prefix cache.
       num_found: tokens of the prompt that were cached when the sequence was first admitted.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
+      restores: the snapshot that the next plan copies into its slot; None without one.
+      unread: snapshots of its state whose tokens have not been read yet.
       prefetched: numbers of pages that came to the device while the sequence waited.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
         sequence runs and computes nothing.
@@ -96,6 +99,8 @@ class SequenceKV:
     num_cached: int = 0
     num_found: int = 0
     unnamed: list[CachedPage] = field(default_factory=list)
+    restores: Snapshot | None = None
+    unread: list[Snapshot] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
     window: Window | None = None
     shared: SharedPages | None = None
@@ -150,7 +155,7 @@ class SequenceKV:
     def close(self) -> None:
         self.table.close()
         self.ahead.clear()
-        self.awaits = None
+        self.awaits = self.restores = None
 
     def _pass_what_is_ahead(self) -> None:
         while self.ahead and self.ahead[0][0] == self.num_computed:

@@ -426,10 +426,13 @@ class Step:
         for sequence in self.sequences:
             sequence.submitted()
         swaps_out, swaps_in = self._kv.copies(admitted)
+        saves, restores = self._kv.state_copies(admitted)
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
             swaps_in=swaps_in,
+            saves=saves,
+            restores=restores,
             releases=releases,
             moves=moves,
             admissions=tuple(map(admission, [*admitted, *arrived])),

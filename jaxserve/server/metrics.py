@@ -247,6 +247,14 @@ class EngineCollector(Collector):
             "prefix_cache_queries": ("Prompt tokens looked up.", stats.num_prefix_queried),
             "prefix_cache_hits": ("Looked up tokens that were cached.", stats.num_prefix_hit),
             "prefix_cache_evicted": ("Looked up tokens evicted before.", stats.num_evicted_tokens),
+            "state_snapshots_saved": (
+                "States of recurrent layers that were kept.",
+                stats.num_snapshots_saved,
+            ),
+            "state_snapshots_restored": (
+                "Sequences that began with a kept state.",
+                stats.num_snapshots_restored,
+            ),
             "reservations_outgrown": (
                 "Preempted sequences that were longer than predicted.",
                 stats.num_outgrown,

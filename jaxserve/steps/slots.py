@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, Shaped
 
@@ -161,6 +162,27 @@ def move_states(
 ) -> Any:
     """Copy the states of recurrent layers between slots, as `move` does with the slots."""
     return move_pages(states, source, target)
+
+
+def copy_entry(
+    target: Any,  # a KVCache: states [layers, entries, ...], pages [layers, entries, kv_heads, ...]
+    source: Any,  # another one, with other numbers of entries
+    target_entry: Int32[Array, " kinds"],  # of the states, of the pages
+    source_entry: Int32[Array, " kinds"],
+) -> Any:
+    """Return `target` with the state of one slot and one page of `source`."""
+
+    def copied(into: Any, out_of: Any, kind: int) -> Any:
+        def one(
+            to: Shaped[Array, "layers entries ..."], leaf: Shaped[Array, "layers others ..."]
+        ) -> Shaped[Array, "layers entries ..."]:
+            own = lax.dynamic_slice_in_dim(leaf, source_entry[kind], 1, axis=1)
+            return lax.dynamic_update_slice_in_dim(to, own, target_entry[kind], axis=1)
+
+        return jax.tree.map(one, into, out_of)
+
+    pages = copied(target.pages, source.pages, 1)
+    return replace(pages, states=copied(target.states, source.states, 0))
 
 
 def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"]) -> SlotState:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
+from jaxserve.execution.sizes import nbytes
+from jaxserve.models.batch import empty_cache
 from jaxserve.models.store import load_model
 from jaxserve.sharding import StagePlan, make_groups, make_mesh
-from jaxserve.testing import RecordingExecutor, WrapAll
+from jaxserve.testing import OPTIONS, RecordingExecutor, WrapAll, tiny_llama
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, torch_logits, write_checkpoint
@@ -76,7 +81,7 @@ def _cut(wanted: list[list[int]]) -> list[list[int]]:
 def test_every_policy_gives_the_same_answers(checkpoint, policy):
     """Chunks of prompts beside decoding, answers that end apart, and repeated prompts."""
     folder, wanted = checkpoint
-    with Runtime.from_pretrained(folder, policy=policy, **CHECKPOINT) as rt:
+    with Runtime.from_pretrained(folder, policy=policy, state_memory=0, **CHECKPOINT) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
         assert _tokens(rt.generate(PROMPTS[:3], PARAMS)) == wanted[:3]
         assert rt.stats().num_prefix_hit == 0
@@ -140,6 +145,53 @@ def test_samples_are_those_of_as_many_requests(checkpoint):
     assert len({sample.token_ids for sample in together.samples}) > 1
 
 
+def test_a_prompt_continues_from_a_state(bamba):
+    """Log-probabilities have the bits of computing all tokens in the same chunks; n forks agree."""
+    prompt, scored = PROMPTS[2][:48], replace(PARAMS, logprobs=0)
+    found = {}
+    for memory in (0, "1MB"):
+        with Runtime.from_pretrained(bamba, state_memory=memory, **CHECKPOINT) as rt:
+            rt.generate(prompt[:32], replace(PARAMS, max_tokens=1))  # two chunks, as in `prompt`
+            answers = rt.generate([prompt, prompt], scored)
+            found[memory] = [[each.logprob for each in answer.logprobs] for answer in answers]
+            num_restored = rt.stats().num_snapshots_restored
+            assert num_restored == (0 if memory == 0 else 2)
+            rt.check_integrity()
+    assert found[0] == found["1MB"]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5", "lfm2", "falcon_h1_norm"])
+def test_conversations_with_and_without_snapshots(name, tmp_path):
+    """Greedy tokens agree over forks, evictions and preemptions."""
+    write_checkpoint(name, tmp_path)
+    config = load_model(tmp_path, dtype="float32", progress=False).config
+    one = jax.eval_shape(lambda: empty_cache(config, 1, 8, "float32", "unrolled", num_slots=1))
+    small: dict[str, Any] = dict(state_memory=8 * nbytes(one), policy="pensieve")
+    if name != "mamba2":
+        small["kv_memory"] = 40 * nbytes(one.pages)
+    with (
+        Runtime.from_pretrained(str(tmp_path), state_memory=0, **CHECKPOINT) as whole,
+        Runtime.from_pretrained(str(tmp_path), **small, **CHECKPOINT) as rt,
+    ):
+        for seed in range(40):
+            rng = np.random.default_rng(seed)
+            histories = [rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist()]
+            for _ in range(3):
+                prompts = [
+                    [*histories[i], *rng.integers(0, VOCAB_SIZE, rng.integers(1, 9)).tolist()]
+                    for i in rng.integers(0, len(histories), 5)
+                ]
+                each = [replace(PARAMS, max_tokens=int(n)) for n in rng.integers(1, 9, 5)]
+                answers = _tokens(rt.generate(prompts, each))
+                assert answers == _tokens(whole.generate(prompts, each)), seed
+                histories += [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+            rt.check_integrity()
+        stats = rt.stats()
+        assert stats.num_snapshots_restored > 100
+        assert stats.num_preemptions > 0 or name == "mamba2"
+
+
 @pytest.mark.parametrize("policy", some(["vllm_like", "pensieve", "auto"]))
 def test_preempted_sequences_are_computed_again(bamba, bamba_answers, policy):
     """With too few pages, sequences begin anew, and answers stay the same; nothing is swapped."""
@@ -199,6 +251,11 @@ def test_states_that_do_not_fit_are_named(bamba, tmp_path):
 def test_what_states_cannot_have_is_refused(bamba, options, mesh, message):
     with pytest.raises(InvalidConfigError, match=f"{message}.*recurrent layers.*omit"):
         Runtime.from_pretrained(bamba, mesh=mesh(), **options, **CHECKPOINT)
+
+
+def test_a_model_without_states_keeps_none():
+    with pytest.raises(InvalidConfigError, match="state_memory='1MB'.*without recurrent.*omit"):
+        Runtime(tiny_llama(), state_memory="1MB", **OPTIONS)
 
 
 @pytest.mark.release

@@ -1,4 +1,4 @@
-"""Models with states in slots: every sequence is computed from its first token, in one slot."""
+"""Models with states in slots: sequences begin with a snapshot of a state, or anew."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ POLICIES = [
 ]
 
 
-def state_trace(seed: int, **options: bool) -> Trace:
+def state_trace(seed: int, num_snapshots: int = 0, **options: bool) -> Trace:
     """Return a random trace of a model whose sequences have states."""
     trace = Trace(seed, **options)
     trace.config = replace(
-        trace.config, has_slot_state=True, num_host_pages=0, restore="on_admission"
+        trace.config,
+        has_slot_state=True,
+        num_snapshots=num_snapshots,
+        num_host_pages=0,
+        restore="on_admission",
     )
     return trace
 
@@ -40,3 +44,21 @@ def test_random_traces(seeds, policy):
         assert trace.counters["num_prefix_hit"] == 0
         assert trace.counters["num_pages_out"] == trace.counters["num_pages_in"] == 0
     assert num_preempted or policy not in ("auto", "vllm_like", "s3")
+
+
+@pytest.mark.parametrize("policy", some([*POLICIES, "mlfq"]))
+@seeds(200, 12)
+def test_sequences_begin_with_snapshots(policy, seeds):
+    """Requests have the tokens that they have alone, with forks, evictions and preemptions.
+
+    The simulated model's states depend on all tokens, so that a wrong snapshot is refused.
+    """
+    num_found = num_restored = 0
+    for seed in seeds:
+        trace = state_trace(seed, 1 + seed % 7, with_faults=seed % 2 == 0, with_conversations=True)
+        rates = dict(cancel_rate=0.02, update_rate=0.01) if seed % 3 else {}
+        trace.check(PRESETS[policy], **rates)
+        num_found += trace.counters["num_prefix_hit"]
+        num_restored += trace.counters["num_snapshots_restored"]
+    keeps = PRESETS[policy].retention.keeps_pages
+    assert (num_restored > 0) == keeps and (num_found > 0) == keeps

@@ -17,6 +17,7 @@ from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
+from jaxserve.memory.snapshots import SnapshotCache, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
@@ -47,12 +48,12 @@ class SwapCosts:
 def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
     """Return the recompute cost of a page after a context; unmeasured, in units of one token.
 
-    With page groups, all pages of a context cost the same: without one of them none is of use. Each
-    has a part of the layers.
+    With page groups, or states in slots, all pages of a context cost the same: without one of them
+    none is of use. With groups each has a part of the layers.
     """
     token_s = 1.0 if costs is None else costs.token_s
     position_s = token_s / _POSITIONS_A_TOKEN if costs is None else costs.position_s
-    if config.page_layout.is_grouped:
+    if config.page_layout.is_grouped or config.has_slot_state:
         position_s, token_s = 0.0, token_s / config.page_layout.num_tables
     return RecomputeCost.analytic(
         attention=config.page_size * position_s,
@@ -340,12 +341,16 @@ class KVManager:
         )
         self._restoring = Restoring(self._cache)
         self.retrieval = Retrieval(self._cache, now, on_arrival)
+        self._snapshots = None
+        if config.num_snapshots:
+            self._snapshots = SnapshotCache(config.num_snapshots, now)
         self._prefixes = PrefixCacheManager(
             self._cache,
             self._values,
             self.retrieval,
             page_size=config.page_size,
             sizes=self._sizes,
+            snapshots=self._snapshots,
             keeps_pages=retention.keeps_pages,
             holds=None if retention.holding is None else Holds(retention.holding, now),
             now=now,
@@ -369,7 +374,10 @@ class KVManager:
 
     def counters(self) -> dict[str, float]:
         swapped, prefixes = self._swap_space, self._prefixes
+        snapshots = self._snapshots
         return {
+            "num_snapshots_saved": 0 if snapshots is None else snapshots.num_saved,
+            "num_snapshots_restored": 0 if snapshots is None else snapshots.num_restored,
             "num_outgrown": self.num_outgrown,
             "num_pages_out": swapped.num_pages_out + self._cache.num_pages_out,
             "num_pages_in": swapped.num_pages_in + self._cache.incoming.num_taken,
@@ -500,6 +508,13 @@ class KVManager:
 
     # ---- sequences that go ----
 
+    def save_state(self, sequence: Sequence, *, has_ended: bool = False) -> None:
+        """Take a snapshot of the state of a running sequence that leaves its slot.
+
+        `has_ended` says that its last token has been read, which nothing follows in its slot.
+        """
+        self._prefixes.save_state(sequence, has_ended=has_ended)
+
     def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
         """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
 
@@ -508,6 +523,8 @@ class KVManager:
         self._prefixes.leave(sequence, returns=True)
         self._swap_space.save(sequence)
         sequence.kv.close()
+        if not sequence.num_in_flight:
+            self._prefixes.read(sequence)
         if has_outgrown:
             sequence.kv.num_outgrown += 1
             self.num_outgrown += 1
@@ -521,11 +538,14 @@ class KVManager:
         """Reset a sequence that was released and has not ended; it waits again."""
         sequence.kv.num_dropped, sequence.kv.num_computed = sequence.kv.num_computed, 0
 
-    def end(self, sequence: Sequence, *, is_right: bool) -> None:
+    def end(self, sequence: Sequence, *, is_right: bool, is_cut: bool) -> None:
         """Free everything that a sequence holds, after its phase and tokens are final.
 
-        If not `is_right`, other sequences may not reuse its KV.
+        If not `is_right`, other sequences may not reuse its KV. `is_cut` says that the device may
+        have gone beyond its last token.
         """
+        if is_cut:
+            self._prefixes.forget_state(sequence)
         self._swap_space.drop(sequence)
         self.retrieval.release(sequence.key)
         if is_right:
@@ -568,6 +588,16 @@ class KVManager:
         back = self._swap_space.copies_in(admitted)
         return out, back + self._restoring.copies(self.config.max_pages_in)
 
+    def state_copies(
+        self, admitted: Iterable[Sequence]
+    ) -> tuple[tuple[StateCopy, ...], tuple[StateCopy, ...]]:
+        """Return the next plan's copies of states: from slots, and to those of `admitted`."""
+        if self._snapshots is None:
+            return (), ()
+        restores = self._prefixes.restores(admitted)
+        self._snapshots.num_restored += len(restores)
+        return self._snapshots.take_saves(), restores
+
     def restores_in(self, groups: Collection[int]) -> bool:
         """Whether a step of one of these groups may bring pages that running sequences await."""
         return 0 in groups and bool(self._restoring)
@@ -587,6 +617,8 @@ class KVManager:
         Return the fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
         """
         self._swap_space.drop_unsaved()
+        if self._snapshots is not None:
+            self._snapshots.drop_unsaved()
         self._cache.drop_uncopied()
         self._cache.shrink(num_pages)
         return fewest_moves(self._cache.pool.held, num_pages)
@@ -601,7 +633,7 @@ class KVManager:
             sequence.kv.table.relocate(targets)
 
     def value_by(self, cost: RecomputeCost) -> None:
-        if self._sizes is None:
+        if self._sizes is None and not self.config.has_slot_state:
             self._values.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
@@ -619,6 +651,8 @@ class KVManager:
     def clear(self, suffix: bytes = b"") -> None:
         """Evict all cached pages; a `suffix` also hides those of the same weights on the disk."""
         self.retrieval.clear()
+        if self._snapshots is not None:
+            self._snapshots.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
@@ -650,6 +684,8 @@ class KVManager:
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raise AssertionError unless pages and reservations of unfinished sequences add up."""
         check_integrity(self._cache, self.host, self.config.page_size, sequences)
+        if self._snapshots is not None:
+            self._snapshots.check_integrity()
         self._prefixes.check_integrity(sequences)
 
 

@@ -16,6 +16,7 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
+from jaxserve.memory.snapshots import Snapshot, SnapshotCache, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.sequence import (
     MAX_LOOKED_AT,
@@ -38,6 +39,9 @@ class PrefixCacheManager:
     With page groups (`sizes`), a sequence begins with a whole prefix or with none of it: all of its
     pages in the tables without a window, and those that the next token sees in the other tables.
     The pages of an index are in the cache under one key for each table.
+
+    With `snapshots`, for a model with states in slots, a sequence begins with a snapshot and all
+    pages before it, or with nothing. The pages of a prefix without a snapshot are of no use.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class PrefixCacheManager:
         *,
         page_size: int,
         sizes: TableSizes | None,
+        snapshots: SnapshotCache | None,
         keeps_pages: bool,
         holds: Holds | None,
         now: Callable[[], float],
     ):
+        self._snapshots = snapshots if keeps_pages else None
         self._sizes = sizes
         self._num_tables = 1 if sizes is None else sizes.num_tables
         self.num_queried = 0
@@ -112,7 +118,7 @@ class PrefixCacheManager:
             return False
         if not self._keeps:
             return len(self._pages_of_primary(sequence)) >= num_pages
-        if self._sizes is not None:  # one more page may complete a long prefix
+        if self._needs_prefix:  # one more page may complete a long prefix
             return self._num_owned(sequence) >= num_pages
         num_keys = self._num_to_find(sequence)
         found = kv.shared
@@ -122,6 +128,11 @@ class PrefixCacheManager:
         count = self._num_owned(sequence)
         kv.shared = SharedPages(num_keys, count, pool.num_gained)
         return count >= num_pages
+
+    @property
+    def _needs_prefix(self) -> bool:
+        """Whether sequences begin with whole prefixes only, so that the middle has no holes."""
+        return self._sizes is not None or self._snapshots is not None
 
     def _num_owned(self, sequence: Sequence) -> int:
         pages = [cached.device_page for cached in self._find(sequence)]
@@ -202,6 +213,9 @@ class PrefixCacheManager:
             shared = self._pages_of_primary(sequence)
         newest = max([*shared, *(page.index for page in cached)], default=-1)
         num_pages = 1 + newest // self._num_tables
+        snapshot = self._snapshot_after(sequence, len(cached))
+        if snapshot is not None and snapshot.tail:
+            num_pages += 1
         if self._sizes is not None:
             self._cache.hold_on_host(set(cached))
         has_begun = kv.table.begin(num_tokens, shared, num_pages)
@@ -222,6 +236,9 @@ class PrefixCacheManager:
         if not found.issuperset(encoded):
             found.difference_update(encoded)  # it is computed as a whole, to the same values
         kv.begin_with(found, self._page_size)
+        if snapshot is not None and self._snapshots is not None:
+            self._snapshots.restore(snapshot)
+            kv.restores, kv.num_computed = snapshot, snapshot.position
         kv.is_mixed = False
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
@@ -229,7 +246,8 @@ class PrefixCacheManager:
             self._count(sequence, len(found), len(on_host), len(came))
             if not sequence.num_preemptions:
                 # Tokens that a grammar forces may follow the prompt in the same page.
-                kv.num_found = min(len(found) * self._page_size, sequence.prompt_length)
+                num_found = max(len(found) * self._page_size, kv.num_computed)
+                kv.num_found = min(num_found, sequence.prompt_length)
             kv.branch = self._continue(cached)
             kv.branch.run()
             if self._holds is not None:
@@ -241,8 +259,33 @@ class PrefixCacheManager:
             return []
         if self._sizes is not None:
             return self._find_prefix(self._keys_to_find(sequence), self._sizes)
+        if self._snapshots is not None:
+            return self._find_before_snapshot(sequence)
         cached = self._cache.find(self._keys_to_find(sequence))
         return _with_whole_prompt(sequence, cached, self._page_size)
+
+    def _find_before_snapshot(self, sequence: Sequence) -> list[CachedPage]:
+        """Return the pages of the longest prefix that are all cached, and a snapshot after them."""
+        pages = self._cache.find_leading(self._keys_to_find(sequence))
+        for num_pages in range(len(pages), 0, -1):
+            if self._snapshot_after(sequence, num_pages) is not None:
+                return pages[:num_pages]
+        return []
+
+    def _snapshot_after(self, sequence: Sequence, num_pages: int) -> Snapshot | None:
+        """Return the last snapshot in the page after `num_pages` pages, or at its beginning."""
+        if self._snapshots is None or sequence.needs_whole_prompt:
+            return None
+        key = self._key_of_prefix(sequence, num_pages)
+        if not self._snapshots.has_key(key):
+            return None
+        start = num_pages * self._page_size
+        end = min(start + self._page_size, sequence.num_known - 1)
+        return self._snapshots.find(key, sequence.known_tokens[start:end])
+
+    def _key_of_prefix(self, sequence: Sequence, num_pages: int) -> bytes:
+        keys = self._keys(sequence, max(0, num_pages - 1), num_pages)
+        return keys[0] if num_pages else sequence.kv.keys.root
 
     def _find_prefix(self, keys: Seq[bytes], sizes: TableSizes) -> list[CachedPage]:
         """Return the pages of the longest prefix that all groups have, by number."""
@@ -352,6 +395,63 @@ class PrefixCacheManager:
 
     # ---- sequences that go ----
 
+    def save_state(self, sequence: Sequence, *, has_ended: bool) -> None:
+        """Take a snapshot of the state of a sequence that leaves its slot, with the next plan.
+
+        Steps in flight deliver what was planned, or the answer ends with them: its state is then
+        the one before its last token. `has_ended` says that it has, and that this was read.
+        """
+        kv, slot = sequence.kv, sequence.slot
+        if self._snapshots is None or slot is None or kv.is_mixed or sequence.pooled is not None:
+            return
+        position = kv.num_computed
+        if has_ended:
+            position = min(position, sequence.num_known - 1)
+        if kv.restores is not None or not position:  # nothing of it was planned yet
+            return
+        index, num_in_page = divmod(position, self._page_size)
+        page = kv.table.page(index) if num_in_page else NULL_PAGE
+        snapshot = self._snapshots.save(slot, page, position)
+        if snapshot is not None:
+            kv.unread.append(snapshot)
+
+    def _name_state(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        """Set the tokens of a snapshot; evict it if it is not what was planned."""
+        assert self._snapshots is not None
+        position = snapshot.position
+        if sequence.phase is Phase.FINISHED:
+            position = min(position, sequence.num_known - 1)
+        num_pages = position // self._page_size
+        # The page after these was copied, too.
+        is_as_planned = num_pages == snapshot.position // self._page_size
+        if not is_as_planned or position >= sequence.num_known:
+            self._snapshots.evict(snapshot)
+            return
+        key = self._key_of_prefix(sequence, num_pages)
+        tail = sequence.known_tokens[num_pages * self._page_size : position]
+        self._snapshots.name(snapshot, position, key, tail)
+
+    def forget_state(self, sequence: Sequence) -> None:
+        """Evict the snapshots of a sequence whose tokens will not be read."""
+        for snapshot in sequence.kv.unread:
+            assert self._snapshots is not None
+            self._snapshots.evict(snapshot)
+        sequence.kv.unread.clear()
+
+    def restores(self, admitted: Iterable[Sequence]) -> tuple[StateCopy, ...]:
+        """Return the next plan's copies to the slots of the sequences that it admits."""
+        copies: list[StateCopy] = []
+        for sequence in admitted:
+            kv, snapshot = sequence.kv, sequence.kv.restores
+            if snapshot is None:
+                continue
+            assert sequence.slot is not None and snapshot.entry is not None
+            index, num_in_page = divmod(snapshot.position, self._page_size)
+            page = kv.table.page(index) if num_in_page else NULL_PAGE
+            copies.append(StateCopy(sequence.slot, page, snapshot.entry))
+            kv.restores = None
+        return tuple(copies)
+
     def leave(self, sequence: Sequence, *, returns: bool = False) -> None:
         """Cache the full pages of a sequence whose table is closed next, unless it is mixed.
 
@@ -393,10 +493,14 @@ class PrefixCacheManager:
             else:
                 self._cache.evict(page)
         kv.unnamed.clear()
+        for snapshot in kv.unread:
+            self._name_state(sequence, snapshot)
+        kv.unread.clear()
 
     def evict(self, sequence: Sequence) -> None:
         """Evict the pages that a sequence has or left and no other owns: its KV is not right."""
         kv = sequence.kv
+        self.forget_state(sequence)
         for page in kv.unnamed:
             self._cache.evict(page)
         kv.unnamed.clear()
