@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
+
+# Why a snapshot was taken: its answer has ended, its sequence was preempted, or a prompt went
+# another way there than an earlier one.
+SnapshotKind = Literal["end", "preempted", "branch"]
+# Uses that are counted one by one.
+_MANY_USES = 2
 
 
 class StateCopy(NamedTuple):
@@ -26,22 +33,56 @@ class Snapshot:
 
     Attributes:
       entry: where in the pool it is; None once it was evicted.
+      num_uses: sequences that have begun with it.
       page_key: key of the full pages before `position`; None while some tokens have not been read.
       tail: the tokens after these pages.
     """
 
     entry: int | None
     position: int
+    kind: SnapshotKind
     used_s: float
+    num_uses: int = 0
     page_key: bytes | None = None
     tail: tuple[int, ...] = ()
+
+
+@final
+class ReuseRates:
+    """How often snapshots are used again, by their kind and the number of their uses so far.
+
+    So the end of an answer is worth little once the conversation has gone on from there, and the
+    end of a system prompt more with each use.
+    """
+
+    def __init__(self) -> None:
+        self._reached: Counter[tuple[SnapshotKind, int]] = Counter()
+        self._used: Counter[tuple[SnapshotKind, int]] = Counter()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        self._reached[_state_of(snapshot)] += 1
+
+    def use(self, snapshot: Snapshot) -> None:
+        self._used[_state_of(snapshot)] += 1
+        snapshot.num_uses += 1
+        self._reached[_state_of(snapshot)] += 1
+
+    def rate(self, snapshot: Snapshot) -> float:
+        """Return the share that was used again of all that were like this one; 1/2 of none."""
+        state = _state_of(snapshot)
+        return (self._used[state] + 1) / (self._reached[state] + 2)
+
+
+def _state_of(snapshot: Snapshot) -> tuple[SnapshotKind, int]:
+    return snapshot.kind, min(snapshot.num_uses, _MANY_USES)
 
 
 @final
 class SnapshotCache:
     """Finds snapshots by their tokens, and chooses which to evict.
 
-    The least valuable is evicted first: the tokens that it saves over the time since its last use.
+    The least valuable is evicted first: the tokens that it saves, times the share of such snapshots
+    that are used again, over the time since its last use.
     A snapshot that the next plan copies into a slot is not evicted before that plan is made.
 
     Args:
@@ -52,6 +93,7 @@ class SnapshotCache:
         self.num_entries = num_entries
         self.num_saved = self.num_restored = 0
         self._now = now
+        self._rates = ReuseRates()
         self._free = list(range(num_entries))
         self._held: dict[int, Snapshot] = {}  # by entry
         self._by_key: dict[bytes, list[Snapshot]] = {}
@@ -63,12 +105,12 @@ class SnapshotCache:
     def num_held(self) -> int:
         return len(self._held)
 
-    def save(self, slot: int, page: int, position: int) -> Snapshot | None:
+    def save(self, slot: int, page: int, position: int, kind: SnapshotKind) -> Snapshot | None:
         """Copy the state of a slot with the next plan; None if every entry is locked."""
         if not self._free and not self._evict_one():
             return None
         entry = self._free.pop()
-        snapshot = self._held[entry] = Snapshot(entry, position, self._now())
+        snapshot = self._held[entry] = Snapshot(entry, position, kind, self._now())
         self._saves[entry] = StateCopy(slot, page, entry)
         self.num_saved += 1
         return snapshot
@@ -87,6 +129,7 @@ class SnapshotCache:
             return
         snapshot.position, snapshot.page_key, snapshot.tail = position, page_key, tail
         others.append(snapshot)
+        self._rates.begin(snapshot)
 
     def find(self, page_key: bytes, tokens: Sequence[int]) -> Snapshot | None:
         """Return the snapshot with the longest tail that `tokens` begin with, after these pages."""
@@ -104,6 +147,8 @@ class SnapshotCache:
         """Keep a snapshot until the next plan, which copies it into a slot."""
         assert snapshot.entry is not None
         snapshot.used_s = self._now()
+        self._rates.use(snapshot)
+        self.num_restored += 1
         self._locked.add(snapshot.entry)
 
     def evict(self, snapshot: Snapshot) -> None:
@@ -142,7 +187,7 @@ class SnapshotCache:
 
         def value(snapshot: Snapshot) -> tuple[float, float]:
             age_s = max(now_s - snapshot.used_s, 1e-3)
-            return snapshot.position / age_s, snapshot.used_s
+            return self._rates.rate(snapshot) * snapshot.position / age_s, snapshot.used_s
 
         victim = min(victims, key=value, default=None)
         if victim is not None:

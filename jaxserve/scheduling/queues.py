@@ -566,7 +566,7 @@ class Queues:
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
         """Move a running sequence back to the waiting pool; it keeps its tokens."""
-        self._kv.save_state(sequence)
+        self._kv.save_state(sequence, "preempted")
         self.leave_slot(sequence)
         self._kv.preempt(sequence, has_outgrown=has_outgrown)
         sequence.preempt()
@@ -575,7 +575,7 @@ class Queues:
 
     def close(self, sequence: Sequence) -> None:
         """Free slot and pages of a sequence whose last token is planned."""
-        self._kv.save_state(sequence)
+        self._kv.save_state(sequence, "end")
         self.leave_slot(sequence)
         sequence.close()
         self._kv.release(sequence)

@@ -309,7 +309,7 @@ class Scheduler:
             self._queues.waiting.remove(sequence)
         elif sequence.phase is Phase.RUNNING:
             if not is_cut and error is None:
-                self._kv.save_state(sequence, has_ended=True)
+                self._kv.save_state(sequence, "end", has_ended=True)
             self._queues.leave_slot(sequence)
         sequence.finish(reason, error, self._clock.now())
         self._kv.end(sequence, is_right=error is None, is_cut=is_cut)

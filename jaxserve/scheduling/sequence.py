@@ -79,6 +79,8 @@ class SequenceKV:
       num_found: tokens of the prompt that were cached when the sequence was first admitted.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       restores: the snapshot that the next plan copies into its slot; None without one.
+      branch_point: where a plan ends a row and a snapshot is taken, since other sequences had the
+        same tokens up to there; 0 for nowhere.
       unread: snapshots of its state whose tokens have not been read yet.
       prefetched: numbers of pages that came to the device while the sequence waited.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
@@ -100,6 +102,7 @@ class SequenceKV:
     num_found: int = 0
     unnamed: list[CachedPage] = field(default_factory=list)
     restores: Snapshot | None = None
+    branch_point: int = 0
     unread: list[Snapshot] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
     window: Window | None = None
@@ -113,6 +116,12 @@ class SequenceKV:
     @property
     def num_reserved_left(self) -> int:
         return self.table.num_reserved_tokens - self.num_computed
+
+    @property
+    def max_end(self) -> int:
+        """No plan may compute a position from here on."""
+        end = self.table.max_end
+        return min(end, self.branch_point) if self.num_computed < self.branch_point else end
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:
         """Set exactly these pages, by their index in the table, as computed."""

@@ -297,7 +297,7 @@ class Step:
         not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
-        num_allowed = sequence.kv.table.max_end - sequence.kv.num_computed
+        num_allowed = sequence.kv.max_end - sequence.kv.num_computed
         num_tokens = max(0, min(num_tokens, num_allowed))
         num_rows_left = self.config.max_slots - self._rows.num_taken
         if sequence.kv.num_computed >= num_encoded:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 
-from jaxserve.memory.snapshots import SnapshotCache
+from jaxserve.memory.snapshots import SnapshotCache, SnapshotKind
 
 pytestmark = pytest.mark.fast
+
+KINDS = get_args(SnapshotKind)
 
 
 class _Clock:
@@ -19,7 +22,7 @@ class _Clock:
 
 
 def _named(cache: SnapshotCache, position: int, key: bytes, tail: tuple[int, ...] = ()):
-    snapshot = cache.save(0, 0, position)
+    snapshot = cache.save(0, 0, position, "end")
     assert snapshot is not None
     cache.name(snapshot, position, key, tail)
     return snapshot
@@ -56,6 +59,23 @@ def test_the_least_valuable_is_evicted():
     cache.check_integrity()
 
 
+def test_conversations_that_have_gone_on_are_worth_less():
+    """Ends of answers are used once; a place where prompts part is used by each of them."""
+    clock = _Clock()
+    cache = SnapshotCache(6, clock)
+    shared = cache.save(0, 0, 20, "branch")
+    cache.name(shared, 20, b"shared", ())
+    for turn in range(20):
+        clock.now_s += 1.0
+        before = _named(cache, 100, b"%d" % turn)
+        cache.take_saves()
+        cache.restore(before)
+        cache.restore(shared)
+        cache.take_saves()
+    new = [_named(cache, 100, b"new %d" % i) for i in range(5)]
+    assert shared.entry is not None and all(each.entry is not None for each in new)
+
+
 def test_equal_tokens_are_kept_once():
     """The second snapshot of the same tokens is dropped with its copy."""
     cache = SnapshotCache(3, _Clock())
@@ -74,7 +94,7 @@ def test_random_traces():
             clock.now_s += rng.random()
             for _ in range(rng.randint(0, 3)):
                 position = rng.randint(1, 40)
-                snapshot = cache.save(position, step, position)
+                snapshot = cache.save(position, step, position, rng.choice(KINDS))
                 if snapshot is not None:
                     unread.append((snapshot, position))
             rng.shuffle(unread)

@@ -9,6 +9,7 @@ import pytest
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
+from tests.scheduling.test_prefix_cache import CONFIG, Server
 
 POLICIES = [
     *("auto", "concurrent_instances", "exegpt_rra", "fastertransformer", "flover", "orca"),
@@ -46,19 +47,54 @@ def test_random_traces(seeds, policy):
     assert num_preempted or policy not in ("auto", "vllm_like", "s3")
 
 
-@pytest.mark.parametrize("policy", some([*POLICIES, "mlfq"]))
-@seeds(200, 12)
+STATES = replace(CONFIG, has_slot_state=True, num_snapshots=8, num_host_pages=0)
+SYSTEM = tuple(range(100, 121))
+
+
+def test_a_turn_computes_its_new_tokens():
+    """The state is one token behind the answer; forks of a conversation copy it."""
+    server = Server(STATES)
+    (history,) = server.answer(SYSTEM)
+    assert len(history) == len(SYSTEM) + 5
+    server.answer((*history, 1, 2, 3), (*history, 4))
+    assert server.first_rows == [(25, 4), (25, 2)]
+    server.engine.scheduler.check_integrity()
+
+
+def test_the_second_prompt_leaves_a_state_where_both_part():
+    """Full pages that two prompts share are computed twice, and not a third time."""
+    server = Server(STATES)
+    server.answer((*SYSTEM, 1, 2), max_tokens=1)
+    assert server.first_rows == [(0, 23)]
+    server.answer((*SYSTEM, 3, 4), max_tokens=1)
+    rows = [(row.start, row.num_tokens) for plan in server.executor.plans for row in plan.rows]
+    assert rows == [(0, 20), (20, 3)]
+    server.answer((*SYSTEM, 5), max_tokens=1)
+    assert server.first_rows == [(20, 2)]
+
+
+@pytest.mark.parametrize("policy", some(["auto", "pensieve_device_only", "pensieve"]))
+@seeds(200, 4)
 def test_sequences_begin_with_snapshots(policy, seeds):
     """Requests have the tokens that they have alone, with forks, evictions and preemptions.
 
     The simulated model's states depend on all tokens, so that a wrong snapshot is refused.
     """
-    num_found = num_restored = 0
+    num_restored = 0
     for seed in seeds:
         trace = state_trace(seed, 1 + seed % 7, with_faults=seed % 2 == 0, with_conversations=True)
         rates = dict(cancel_rate=0.02, update_rate=0.01) if seed % 3 else {}
         trace.check(PRESETS[policy], **rates)
-        num_found += trace.counters["num_prefix_hit"]
         num_restored += trace.counters["num_snapshots_restored"]
-    keeps = PRESETS[policy].retention.keeps_pages
-    assert (num_restored > 0) == keeps and (num_found > 0) == keeps
+    assert num_restored > 0
+
+
+@pytest.mark.release
+def test_snapshots_outlast_other_pools():
+    """Resizes move pages and drop copies that no plan has made; invariants hold after each."""
+    num_restored = 0
+    for seed in range(60):
+        trace = state_trace(seed, 1 + seed % 7, with_conversations=True)
+        trace.run(PRESETS["auto"], resize_rate=0.1, recompute_rate=0.02, cancel_rate=0.02)
+        num_restored += trace.counters["num_snapshots_restored"]
+    assert num_restored > 0

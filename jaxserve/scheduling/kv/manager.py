@@ -17,7 +17,7 @@ from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import SnapshotCache, StateCopy
+from jaxserve.memory.snapshots import SnapshotCache, SnapshotKind, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
@@ -474,6 +474,7 @@ class KVManager:
     def computed(self, sequence: Sequence, start: int, end: int) -> None:
         """Record that a plan computes a sequence's tokens from `start` up to `end`."""
         sequence.kv.advance_to(end)
+        self._prefixes.has_computed(sequence, end)
         if start < sequence.prompt_length:
             self._prefixes.computed(sequence)
 
@@ -508,12 +509,14 @@ class KVManager:
 
     # ---- sequences that go ----
 
-    def save_state(self, sequence: Sequence, *, has_ended: bool = False) -> None:
+    def save_state(
+        self, sequence: Sequence, kind: SnapshotKind, *, has_ended: bool = False
+    ) -> None:
         """Take a snapshot of the state of a running sequence that leaves its slot.
 
         `has_ended` says that its last token has been read, which nothing follows in its slot.
         """
-        self._prefixes.save_state(sequence, has_ended=has_ended)
+        self._prefixes.save_state(sequence, kind, has_ended=has_ended)
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
         """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
@@ -595,8 +598,9 @@ class KVManager:
         if self._snapshots is None:
             return (), ()
         restores = self._prefixes.restores(admitted)
-        self._snapshots.num_restored += len(restores)
-        return self._snapshots.take_saves(), restores
+        saves = self._snapshots.take_saves()
+        self._prefixes.save_branches()
+        return saves, restores
 
     def restores_in(self, groups: Collection[int]) -> bool:
         """Whether a step of one of these groups may bring pages that running sequences await."""

@@ -16,7 +16,7 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import Snapshot, SnapshotCache, StateCopy
+from jaxserve.memory.snapshots import Snapshot, SnapshotCache, SnapshotKind, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.sequence import (
     MAX_LOOKED_AT,
@@ -41,7 +41,8 @@ class PrefixCacheManager:
     The pages of an index are in the cache under one key for each table.
 
     With `snapshots`, for a model with states in slots, a sequence begins with a snapshot and all
-    pages before it, or with nothing. The pages of a prefix without a snapshot are of no use.
+    pages before it, or with nothing. The pages of a prefix without a snapshot are of no use, except
+    that a second sequence which begins with them takes a snapshot at their end.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class PrefixCacheManager:
         now: Callable[[], float],
     ):
         self._snapshots = snapshots if keeps_pages else None
+        # Sequences with a row in the next plan that ends at their branch point.
+        self._at_branch_point: list[Sequence] = []
         self._sizes = sizes
         self._num_tables = 1 if sizes is None else sizes.num_tables
         self.num_queried = 0
@@ -214,6 +217,7 @@ class PrefixCacheManager:
         newest = max([*shared, *(page.index for page in cached)], default=-1)
         num_pages = 1 + newest // self._num_tables
         snapshot = self._snapshot_after(sequence, len(cached))
+        kv.branch_point = self._branch_point(sequence, snapshot)
         if snapshot is not None and snapshot.tail:
             num_pages += 1
         if self._sizes is not None:
@@ -282,6 +286,14 @@ class PrefixCacheManager:
         start = num_pages * self._page_size
         end = min(start + self._page_size, sequence.num_known - 1)
         return self._snapshots.find(key, sequence.known_tokens[start:end])
+
+    def _branch_point(self, sequence: Sequence, snapshot: Snapshot | None) -> int:
+        """Return where the leading pages end that are cached after a snapshot; 0 without any."""
+        if self._snapshots is None or sequence.needs_whole_prompt:
+            return 0
+        leading = self._cache.find_leading(self._keys_to_find(sequence))
+        end = len(leading) * self._page_size
+        return end if end > (0 if snapshot is None else snapshot.position) else 0
 
     def _key_of_prefix(self, sequence: Sequence, num_pages: int) -> bytes:
         keys = self._keys(sequence, max(0, num_pages - 1), num_pages)
@@ -395,7 +407,22 @@ class PrefixCacheManager:
 
     # ---- sequences that go ----
 
-    def save_state(self, sequence: Sequence, *, has_ended: bool) -> None:
+    def has_computed(self, sequence: Sequence, end: int) -> None:
+        """Take a snapshot after the next plan if it computes a sequence up to its branch point."""
+        if end == sequence.kv.branch_point and not sequence.kv.is_mixed:
+            self._at_branch_point.append(sequence)
+
+    def save_branches(self) -> None:
+        """Take snapshots with the plan after the next one, before its rows."""
+        for sequence in self._at_branch_point:
+            position = sequence.kv.num_computed
+            assert self._snapshots is not None and sequence.slot is not None
+            snapshot = self._snapshots.save(sequence.slot, NULL_PAGE, position, "branch")
+            if snapshot is not None:
+                self._name_state(sequence, snapshot)
+        self._at_branch_point.clear()
+
+    def save_state(self, sequence: Sequence, kind: SnapshotKind, *, has_ended: bool) -> None:
         """Take a snapshot of the state of a sequence that leaves its slot, with the next plan.
 
         Steps in flight deliver what was planned, or the answer ends with them: its state is then
@@ -411,7 +438,7 @@ class PrefixCacheManager:
             return
         index, num_in_page = divmod(position, self._page_size)
         page = kv.table.page(index) if num_in_page else NULL_PAGE
-        snapshot = self._snapshots.save(slot, page, position)
+        snapshot = self._snapshots.save(slot, page, position, kind)
         if snapshot is not None:
             kv.unread.append(snapshot)
 
