@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
-# Why a snapshot was taken: its answer has ended, its sequence was preempted, or a prompt went
-# another way there than an earlier one.
-SnapshotKind = Literal["end", "preempted", "branch"]
+# Where a snapshot was taken: at the end of an answer or of a prompt, where a sequence was
+# preempted, or where a prompt went another way than an earlier one.
+SnapshotKind = Literal["end", "prompt", "preempted", "branch"]
 # Uses that are counted one by one.
 _MANY_USES = 2
 

@@ -73,6 +73,14 @@ def test_the_second_prompt_leaves_a_state_where_both_part():
     assert server.first_rows == [(20, 2)]
 
 
+def test_a_prompt_leaves_a_state():
+    """A history that continues with another answer, as without thoughts, begins at its end."""
+    server = Server(STATES)
+    server.answer(SYSTEM)
+    server.answer((*SYSTEM, 1, 2, 3))
+    assert server.first_rows == [(21, 3)]
+
+
 @pytest.mark.parametrize("policy", some(["auto", "pensieve_device_only", "pensieve"]))
 @seeds(200, 4)
 def test_sequences_begin_with_snapshots(policy, seeds):

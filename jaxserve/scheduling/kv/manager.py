@@ -599,7 +599,7 @@ class KVManager:
             return (), ()
         restores = self._prefixes.restores(admitted)
         saves = self._snapshots.take_saves()
-        self._prefixes.save_branches()
+        self._prefixes.save_reached()
         return saves, restores
 
     def restores_in(self, groups: Collection[int]) -> bool:

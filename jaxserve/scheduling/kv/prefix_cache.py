@@ -59,8 +59,8 @@ class PrefixCacheManager:
         now: Callable[[], float],
     ):
         self._snapshots = snapshots if keeps_pages else None
-        # Sequences with a row in the next plan that ends at their branch point.
-        self._at_branch_point: list[Sequence] = []
+        # Sequences with a row in the next plan at whose end a snapshot is taken.
+        self._reaching: list[tuple[Sequence, SnapshotKind]] = []
         self._sizes = sizes
         self._num_tables = 1 if sizes is None else sizes.num_tables
         self.num_queried = 0
@@ -408,19 +408,21 @@ class PrefixCacheManager:
     # ---- sequences that go ----
 
     def has_computed(self, sequence: Sequence, end: int) -> None:
-        """Take a snapshot after the next plan if it computes a sequence up to its branch point."""
-        if end == sequence.kv.branch_point and not sequence.kv.is_mixed:
-            self._at_branch_point.append(sequence)
+        """Take a snapshot after the next plan if it ends a prompt or reaches its branch point."""
+        if self._snapshots is None:
+            return
+        if end == sequence.kv.branch_point:
+            self._reaching.append((sequence, "branch"))
+        elif end == sequence.prompt_length and sequence.num_outputs_left:
+            self._reaching.append((sequence, "prompt"))
 
-    def save_branches(self) -> None:
+    def save_reached(self) -> None:
         """Take snapshots with the plan after the next one, before its rows."""
-        for sequence in self._at_branch_point:
-            position = sequence.kv.num_computed
-            assert self._snapshots is not None and sequence.slot is not None
-            snapshot = self._snapshots.save(sequence.slot, NULL_PAGE, position, "branch")
+        for sequence, kind in self._reaching:
+            snapshot = self._save(sequence, kind, sequence.kv.num_computed)
             if snapshot is not None:
-                self._name_state(sequence, snapshot)
-        self._at_branch_point.clear()
+                self._name(sequence, snapshot, snapshot.position)
+        self._reaching.clear()
 
     def save_state(self, sequence: Sequence, kind: SnapshotKind, *, has_ended: bool) -> None:
         """Take a snapshot of the state of a sequence that leaves its slot, with the next plan.
@@ -428,32 +430,38 @@ class PrefixCacheManager:
         Steps in flight deliver what was planned, or the answer ends with them: its state is then
         the one before its last token. `has_ended` says that it has, and that this was read.
         """
-        kv, slot = sequence.kv, sequence.slot
-        if self._snapshots is None or slot is None or kv.is_mixed or sequence.pooled is not None:
-            return
-        position = kv.num_computed
-        if has_ended:
-            position = min(position, sequence.num_known - 1)
-        if kv.restores is not None or not position:  # nothing of it was planned yet
-            return
-        index, num_in_page = divmod(position, self._page_size)
-        page = kv.table.page(index) if num_in_page else NULL_PAGE
-        snapshot = self._snapshots.save(slot, page, position, kind)
+        kv = sequence.kv
+        most = sequence.num_known - 1 if has_ended else kv.num_computed
+        snapshot = self._save(sequence, kind, min(kv.num_computed, most))
         if snapshot is not None:
             kv.unread.append(snapshot)
 
-    def _name_state(self, sequence: Sequence, snapshot: Snapshot) -> None:
+    def _save(self, sequence: Sequence, kind: SnapshotKind, position: int) -> Snapshot | None:
+        kv, slot = sequence.kv, sequence.slot
+        if self._snapshots is None or slot is None or kv.is_mixed or sequence.pooled is not None:
+            return None
+        if kv.restores is not None or not position:  # nothing of it was planned yet
+            return None
+        index, num_in_page = divmod(position, self._page_size)
+        page = kv.table.page(index) if num_in_page else NULL_PAGE
+        return self._snapshots.save(slot, page, position, kind)
+
+    def _name_as_read(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Set the tokens of a snapshot; evict it if it is not what was planned."""
         assert self._snapshots is not None
         position = snapshot.position
         if sequence.phase is Phase.FINISHED:
             position = min(position, sequence.num_known - 1)
-        num_pages = position // self._page_size
-        # The page after these was copied, too.
-        is_as_planned = num_pages == snapshot.position // self._page_size
-        if not is_as_planned or position >= sequence.num_known:
+        # The page after the full ones was copied, too.
+        is_in_page = position // self._page_size == snapshot.position // self._page_size
+        if is_in_page and position < sequence.num_known:
+            self._name(sequence, snapshot, position)
+        else:
             self._snapshots.evict(snapshot)
-            return
+
+    def _name(self, sequence: Sequence, snapshot: Snapshot, position: int) -> None:
+        assert self._snapshots is not None
+        num_pages = position // self._page_size
         key = self._key_of_prefix(sequence, num_pages)
         tail = sequence.known_tokens[num_pages * self._page_size : position]
         self._snapshots.name(snapshot, position, key, tail)
@@ -521,7 +529,7 @@ class PrefixCacheManager:
                 self._cache.evict(page)
         kv.unnamed.clear()
         for snapshot in kv.unread:
-            self._name_state(sequence, snapshot)
+            self._name_as_read(sequence, snapshot)
         kv.unread.clear()
 
     def evict(self, sequence: Sequence) -> None:
