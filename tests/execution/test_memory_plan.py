@@ -8,7 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.core.errors import DeviceMemoryError
-from jaxserve.execution.memory_plan import free_device_bytes, plan_pool, plan_resize
+from jaxserve.execution.memory_plan import (
+    free_device_bytes,
+    plan_pool,
+    plan_resize,
+    plan_snapshots,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -49,6 +54,16 @@ def test_sizes_that_are_asked_for_are_exact():
     assert _pages(60 * GIB, kv_bytes=12_345_678) == 12_345
     assert _pages(60 * GIB, wanted=1357) == 1357
     assert _pages(1_100_000, least=1009) == 1009
+
+
+def test_snapshots_take_a_part_of_the_free_memory():
+    """By default two for each slot, if a sixteenth holds them; else as many as are asked for."""
+    assert plan_snapshots(_Gpu(GIB), 1000, 8, None) == 16
+    assert 60 <= plan_snapshots(_Gpu(GIB), 1_000_000, 64, None) <= 67
+    assert plan_snapshots(_Gpu(GIB), 1000, 8, 0) == 0
+    assert plan_snapshots(_Gpu(GIB), 1000, 8, "45kB") == 45
+    with pytest.raises(DeviceMemoryError, match="state_memory=2,147,483,648.*give less"):
+        plan_snapshots(_Gpu(GIB), 1000, 8, "2GiB")
 
 
 @pytest.mark.parametrize("stats", [None, {"bytes_in_use": 0}])

@@ -81,7 +81,7 @@ def test_a_prompt_leaves_a_state():
     assert server.first_rows == [(21, 3)]
 
 
-@pytest.mark.parametrize("policy", some(["auto", "pensieve_device_only", "pensieve"]))
+@pytest.mark.parametrize("policy", some(["auto", "exegpt", "pensieve_device_only", "pensieve"]))
 @seeds(200, 4)
 def test_sequences_begin_with_snapshots(policy, seeds):
     """Requests have the tokens that they have alone, with forks, evictions and preemptions.
