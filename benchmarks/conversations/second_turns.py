@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             assert (way == "kept") == (answer.num_cached_tokens > 0), "no state was kept"
             return {"first_token_s": answer.timing.time_to_first_token_s}
 
-        rows = []
+        rows: list[dict[str, Any]] = []
         for length in lengths:
             at = f"{length:,} tokens"
             runs = take_turns(WAYS, options.repeats, partial(play, length), at=at)

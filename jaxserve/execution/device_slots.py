@@ -232,18 +232,15 @@ class DeviceStates:
         if not states:
             return []
         moves = pack_moves(self._config, ())
-        prepare = [("moves of states", partial(self._move.prepare, states, *moves))]
+        prepare = {"moves of states": partial(self._move.prepare, states, *moves)}
         if self.snapshots is not None:
             cache, snapshots = abstract((pages.cache, self.snapshots))
             places = _entries(0, 0), _entries(0, 0)
-            prepare += [
-                ("states to snapshots", partial(self._save.prepare, snapshots, cache, *places)),
-                (
-                    "states from snapshots",
-                    partial(self._restore.prepare, cache, snapshots, *places),
-                ),
-            ]
-        return prepare
+            prepare["states to snapshots"] = partial(self._save.prepare, snapshots, cache, *places)
+            prepare["states from snapshots"] = partial(
+                self._restore.prepare, cache, snapshots, *places
+            )
+        return list(prepare.items())
 
 
 def _entries(state: int, page: int) -> np.ndarray:
