@@ -82,7 +82,7 @@ def test_a_prompt_leaves_a_state():
 
 
 @pytest.mark.parametrize("policy", some(["auto", "exegpt", "pensieve_device_only", "pensieve"]))
-@seeds(200, 4)
+@seeds(200, 2)
 def test_sequences_begin_with_snapshots(policy, seeds):
     """Requests have the tokens that they have alone, with forks, evictions and preemptions.
 
