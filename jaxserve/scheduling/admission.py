@@ -15,8 +15,6 @@ from jaxserve.scheduling.lengths import LengthEstimate, LengthTracker, MemoryUse
 from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
-# Cost of preemptions beyond the copies or the recomputation of all memory, by simulation.
-_PREEMPTION_WEIGHT = 2.0
 # Standard deviations that stay free if costs are not measured, and the most that do.
 _UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
 
@@ -167,12 +165,12 @@ class Expected:
     the tokens generated so far. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate
     it from past lengths; here every sequence has its own distribution.)
 
-    How certain it must be that memory suffices follows from what is lost if it does not. Memory
-    that stays free until t iterations from now earns nothing for t iterations; if all of it is
-    preempted, that costs c iterations (`PreemptionCost`). A probability of t / (t + 2 c) that
-    memory runs out after t iterations weighs the two. So pools whose sequences are swapped at
-    little cost are filled, and those whose sequences are recomputed keep a margin. The 2 stands for
-    what c leaves out: whole sequences are preempted for a page, and some repeatedly.
+    How certain it must be that memory suffices follows from what is lost if it does not. A sequence
+    that runs for t iterations until memory runs out keeps the tokens of these t iterations, so
+    memory that stays free for it loses them; a preemption of all memory costs c iterations
+    (`PreemptionCost`). So a probability of t / c that memory runs out after t iterations weighs the
+    two, and what happens after c iterations has no weight: if preemptions cost nothing, the pool is
+    filled whatever the predictions say; if they cost much, a margin stays free until the peak.
 
     Without any estimate this is `OnDemand`.
 
@@ -225,7 +223,8 @@ class ExpectedPeak:
         # The time up to which `_use`, of `_sequences`, is known; 0 before it is.
         self._longest = 0.0
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
-        # Standard deviations that stay free at the times of `_use`.
+        # Standard deviations that stay free at the first of the times of `_use`; later ones have no
+        # weight. A number is for all times.
         self._margins: np.ndarray | float = 0.0
         # The use up to `_longest` of waiting sequences, by their keys; and the last one computed.
         self._uses: dict[int, MemoryUse] = {}
@@ -306,9 +305,10 @@ class ExpectedPeak:
         cost = self._preemption()
         if cost is None:
             return _UNMEASURED_MARGIN
+        shares = times / max(cost, 1.0)
+        shares = np.maximum(shares[shares < 1.0], 1e-9)
         # The quantile of a logistic distribution, scaled to be within 0.01 of the normal one's.
-        odds = _PREEMPTION_WEIGHT * cost / np.maximum(times, 1.0)
-        return np.clip(np.log(np.maximum(odds, 1e-9)) / 1.702, -_MAX_MARGIN, _MAX_MARGIN)
+        return np.clip(np.log((1.0 - shares) / shares) / 1.702, -_MAX_MARGIN, _MAX_MARGIN)
 
     def _held(self, sequences: Seq[Sequence]) -> np.ndarray:
         """Return the tokens of each; the last page of a sequence is half empty on average."""

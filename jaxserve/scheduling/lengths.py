@@ -96,8 +96,12 @@ class MemoryUse:
         return MemoryUse(self.mean + other.mean, self.variance + other.variance)
 
     def peak(self, margin: float | np.ndarray) -> float:
-        """Return the most tokens at any time, plus `margin` (scalar or [times]) deviations."""
-        return float((self.mean + margin * np.sqrt(self.variance)).max())
+        """Return the most tokens at any time, plus `margin` deviations.
+
+        An array of margins has those of the first times, and no later ones count.
+        """
+        num = np.size(margin) if isinstance(margin, np.ndarray) else len(self.mean)
+        return float((self.mean[:num] + margin * np.sqrt(self.variance[:num])).max())
 
 
 def memory_times(longest: float) -> np.ndarray:
@@ -298,11 +302,13 @@ class LengthTracker:
     Attributes:
       past: output tokens of the newest answers that were not cut short by an error or a
         cancellation; at most 1,000.
+      tail: expected tokens of the sequences that `find_tail` found, by their keys.
     """
 
     def __init__(self, refinement: Refinement | None = None):
         self.num_refined = 0
         self.past: deque[int] = deque(maxlen=_NUM_PAST)
+        self.tail: dict[int, float] = {}
         self._refinement = refinement
         self._has_failed = False
         # Sequences that have an estimate.
@@ -349,6 +355,7 @@ class LengthTracker:
                 self._table.note_end(sequence.key, len(sequence.output), is_whole=not is_cut)
         self._first.pop(sequence.key, None)
         self._newest.pop(sequence.key, None)
+        self.tail.pop(sequence.key, None)
         self._sequences.pop(sequence.key, None)
         if self._table is not None:
             self._table.drop(sequence.key)
@@ -417,6 +424,30 @@ class LengthTracker:
             return limits
         unknown = np.asarray([self.estimate(sequence) is None for sequence in sequences])
         return np.where(unknown, limits, forecast.expected_remaining()).tolist()
+
+    def find_tail(
+        self, live: Seq[Sequence], width: int, *, arrivals_an_iteration: float, slack: float
+    ) -> bool:
+        """Find the sequences that would end last if they waited; return whether `tail` changed.
+
+        `width` sequences at a time share all expected tokens of the `live` ones, so these have
+        ended after as many iterations as each of the `width` has tokens. A sequence with an
+        estimate that needs at least `1 - slack` of these iterations is in the tail. If a request is
+        expected to arrive before all have ended, or one has a latency bound, there is no tail.
+        """
+        before, self.tail = self.tail, {}
+        if not width or not arrivals_an_iteration < 1.0:
+            return bool(before)
+        forecast = self.forecast(live)
+        if forecast is None or any(each.request.has_bounds for each in live):
+            return bool(before)
+        expected = forecast.expected_remaining()
+        num_iterations = float(expected.sum()) / width
+        if arrivals_an_iteration * num_iterations < 1.0:
+            places = np.flatnonzero(expected >= (1.0 - slack) * num_iterations).tolist()
+            known = [place for place in places if live[place].key in self._newest]
+            self.tail = {live[place].key: float(expected[place]) for place in known}
+        return self.tail != before
 
     def _set(self, key: int, estimate: LengthEstimate) -> None:
         self._newest[key] = estimate

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -72,7 +71,8 @@ class Levels:
             place = self._places[sequence] = _Standing(level, arrival_s)
         return place.level, arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
+        now_s = queue.now_s
         quantum, promotes_s = self._settings.quantum, self._settings.promotes_s
         has_changed = False
         for sequence, place in list(self._places.items()):

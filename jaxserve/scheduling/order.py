@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import AdmissionPolicy, Order, OrderState, ServiceOrder
+from jaxserve.scheduling.policy import (
+    AdmissionPolicy,
+    Order,
+    OrderState,
+    QueueView,
+    ServiceOrder,
+)
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -127,6 +133,69 @@ class DueFirst:
 
 
 @final
+@dataclass(frozen=True)
+class TailFirst(ServiceOrder):
+    """As `DueFirst`, except that sequences that would end after all others go first.
+
+    If nothing else arrives, a long answer that begins late runs at the end beside few others, while
+    the device could serve many. So a sequence goes first, the longest one before the rest, as soon
+    as it is expected to take as long as all others together (`LengthTracker.find_tail`): earlier
+    would only delay shorter ones. Without predictions, while requests arrive, and with requests
+    that have bounds of their own, this is `DueFirst`.
+    """
+
+    heeds_bounds: ClassVar[bool] = True
+
+    ageing_s: float = 300.0
+
+    def new_state(self) -> TailPlaces:
+        return TailPlaces(DueFirst(self.ageing_s))
+
+
+# The tail is looked for when one in so many live sequences more or fewer are live, and at least a
+# few. If any came since the last look, there is none until the next: in a stream of requests, ends
+# and arrivals alternate.
+_LOOKS = 16
+_FEWEST_CHANGES = 4
+
+
+@final
+class TailPlaces:
+    """The keys of one scheduler's sequences under `TailFirst`."""
+
+    def __init__(self, due: DueFirst):
+        self._due = due
+        self._num_live = self._num_running = 0
+        # The key of the newest sequence at the last look.
+        self._newest = -1
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, float, int]:
+        return -lengths.tail.get(sequence.key, 0.0), *self._due.key(sequence, lengths)
+
+    def update(self, queue: QueueView) -> bool:
+        # What ended in the last step leaves its slots to others in this one.
+        width = max(self._num_running, len(queue.running))
+        self._num_running = len(queue.running)
+        num_live = self._num_running + len(queue.waiting)
+        if abs(num_live - self._num_live) < max(_FEWEST_CHANGES, num_live / _LOOKS):
+            return False
+        live = [*queue.running, *queue.waiting]
+        newest = max((each.key for each in live), default=-1)
+        has_new, self._num_live, self._newest = newest > self._newest, num_live, newest
+        return queue.lengths.find_tail(
+            live,
+            width,
+            arrivals_an_iteration=math.inf if has_new else _arrivals_an_iteration(queue),
+            slack=1.0 / _LOOKS,
+        )
+
+
+def _arrivals_an_iteration(queue: QueueView) -> float:
+    rate, iteration_s = queue.expected_arrivals() or (0.0, 0.0)
+    return rate * iteration_s
+
+
+@final
 class OrderKeys:
     """The sort key of every sequence that waits or runs, as the order gave it at one moment.
 
@@ -152,9 +221,9 @@ class OrderKeys:
         """Compute and store the key; a list that has the sequence must be sorted after this."""
         self._keys[sequence.key] = self._order.key(sequence, self._lengths)
 
-    def have_changed(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def have_changed(self, queue: QueueView) -> bool:
         """Return whether all keys must be taken again before the next step is planned."""
-        return self._service is not None and self._service.update(waiting, now_s)
+        return self._service is not None and self._service.update(queue)
 
     def of(self, sequence: Sequence) -> Any:
         return self._keys[sequence.key]

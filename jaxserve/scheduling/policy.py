@@ -109,6 +109,23 @@ class Order(Protocol):
         ...
 
 
+@final
+@dataclass(frozen=True)
+class QueueView:
+    """What an `OrderState` sees of one scheduler before a step is planned.
+
+    Attributes:
+      waiting, running: sequences without and with a slot.
+      expected_arrivals: as `StepBuilder.expected_arrivals`.
+    """
+
+    waiting: Collection[Sequence]
+    running: Seq[Sequence]
+    lengths: LengthTracker
+    now_s: float
+    expected_arrivals: Callable[[], tuple[float, float] | None]
+
+
 class OrderState(Protocol):
     """The keys of one scheduler's sequences under a `ServiceOrder`."""
 
@@ -119,7 +136,7 @@ class OrderState(Protocol):
         """
         ...
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         """Take in what was planned since the last call; return whether the order may change.
 
         It is called before each step. If it returns True, all keys are computed again.
@@ -128,7 +145,7 @@ class OrderState(Protocol):
 
 
 class ServiceOrder(ABC):
-    """An order by what sequences have had so far, whose keys change while they wait and run.
+    """An order by what sequences have had so far, or will need, whose keys change meanwhile.
 
     Its settings are frozen, as those of any `Order`, and a state serves one scheduler. New keys
     cost a look at every sequence that waits.

@@ -29,7 +29,8 @@ class LongestRemaining:
     """Preempt by expected remaining tokens, given those that have come.
 
     An answer that is almost complete stays: it frees its memory soon. Without any estimate the last
-    in order is preempted. Sequences with a latency bound of their own are preempted last.
+    in order is preempted. Sequences with a latency bound of their own are preempted last, and so
+    are those that would end after all others (`LengthTracker.find_tail`).
     """
 
     keeps_state: bool = True
@@ -37,7 +38,9 @@ class LongestRemaining:
     def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
         unbounded = [each for each in candidates if not each.request.has_bounds]
         bounded = [each for each in candidates if each.request.has_bounds]
-        return [*_longest_first(unbounded, lengths), *_longest_first(bounded, lengths)]
+        early = [each for each in unbounded if each.key not in lengths.tail]
+        late = [each for each in reversed(unbounded) if each.key in lengths.tail]
+        return [*_longest_first(early, lengths), *late, *_longest_first(bounded, lengths)]
 
 
 def _longest_first(sequences: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:

@@ -14,7 +14,13 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.ltr import Ranked
 from jaxserve.scheduling.mlfq import FeedbackQueues
-from jaxserve.scheduling.order import FCFS, DueFirst, LongestFirst, ShortestPredictedFirst
+from jaxserve.scheduling.order import (
+    FCFS,
+    DueFirst,
+    LongestFirst,
+    ShortestPredictedFirst,
+    TailFirst,
+)
 from jaxserve.scheduling.past_future import PastFuture
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
@@ -140,7 +146,7 @@ PRESETS: dict[str, Policy] = {
         Policy(
             "auto",
             Expected(),
-            DueFirst(),
+            TailFirst(),
             Unified(heeds_arrivals=True),
             Tiered(learns_reuse=True),
             LongestRemaining(),
@@ -150,7 +156,7 @@ PRESETS: dict[str, Policy] = {
         Policy(
             "exegpt",
             Expected(),
-            DueFirst(),
+            TailFirst(),
             Unified(heeds_arrivals=True),
             Tiered(learns_reuse=True),
             LongestRemaining(),

@@ -16,7 +16,7 @@ from jaxserve.scheduling.kv.prefix_cache import num_shareable
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.plan import Admission, Extension, Handover
-from jaxserve.scheduling.policy import MAX_ADMITTED, Headroom, Policy
+from jaxserve.scheduling.policy import MAX_ADMITTED, Headroom, Policy, QueueView
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slack import Pace, Slack
 
@@ -474,7 +474,10 @@ class Queues:
         """Record that another step is being planned, at another time."""
         self._slack = None
         self._headroom = None
-        if self.keys.have_changed(self.waiting, self._now()):
+        view = QueueView(
+            self.waiting, self.running, self._lengths, self._now(), self.expected_arrivals
+        )
+        if self.keys.have_changed(view):
             for sequence in self.running:
                 self.keys.take(sequence)
             self.running.sort(key=self.keys.of)

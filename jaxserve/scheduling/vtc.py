@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 # Counters of tenants without requests that are kept at least.
@@ -68,10 +67,10 @@ class TokenCounters:
         counter = self._served[_tenant(sequence)] + self._ahead.get(sequence.key, 0.0)
         return counter, arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         for sequence in list(self._counted):
             self._count(sequence)
-        first = [each for each in waiting if each.times.admitted_s is None]
+        first = [each for each in queue.waiting if each.times.admitted_s is None]
         first.sort(key=lambda each: (each.request.arrival_s, each.key))
         before, self._waiting = self._waiting, Counter(map(_tenant, first))
         if left := before.keys() - self._waiting.keys():

@@ -72,6 +72,25 @@ def _scheduler(rng: np.random.Generator, num_waiting: int) -> Scheduler:
     return engine.scheduler
 
 
+def test_what_comes_later_than_a_preemption_costs_has_no_weight():
+    """Free preemptions leave nothing free, whatever is predicted; dear ones leave the peak."""
+
+    def pages(cost: float, longest: int) -> int:
+        known = LengthPrediction(LengthBuckets((0, longest - 1, longest)), np.eye(2)[1])
+        engine = engine_of("auto", CONFIG)
+        for name in "ab":
+            engine.add(request_of(name, (1,) * 16, prediction=known, max_tokens=100))
+        first, second = engine.scheduler.waiting
+        headroom = Expected().headroom((), CONFIG, engine.scheduler.lengths, lambda: cost)
+        headroom.admitted(first)
+        return headroom.pages(second)
+
+    for longest in (20, 80):
+        found = [pages(cost, longest) for cost in (0.0, 5.0, 1e9)]
+        assert found[0] == pages(0.0, 50) < found[1] < found[2], found
+    assert pages(1e9, 20) < pages(1e9, 80)
+
+
 @pytest.mark.release
 def test_a_pool_is_filled_where_preemptions_cost_little():
     """And fewer sequences are preempted where each of their tokens costs ten iterations."""

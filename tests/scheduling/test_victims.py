@@ -61,6 +61,22 @@ def test_the_longest_is_first_and_bounds_are_last():
     assert list(ranked) == wanted
 
 
+def test_what_would_end_last_is_preempted_last():
+    """Of those that are in the tail, the last in order goes first."""
+    engine, running = _running()
+    lengths = engine.scheduler.lengths
+    assert lengths.find_tail(running, 16, arrivals_an_iteration=0.0, slack=0.0)
+    late = [each for each in running if each.key in lengths.tail]
+    assert 2 < len(late) < len(running) - 2
+    ranked = list(LongestRemaining().ranked(running, lengths))
+    assert ranked[-len(late) :] == late[::-1]
+    remaining = lengths.expected_tokens(ranked[: -len(late)])
+    assert remaining == sorted(remaining, reverse=True) and remaining[0] < min(
+        lengths.tail.values()
+    )
+    assert lengths.find_tail(running, 16, arrivals_an_iteration=1.0, slack=0.0) and not lengths.tail
+
+
 def test_without_estimates_the_last_in_order_is_first():
     """Bounded sequences still stay as long as there are others."""
     engine, running = _running(num_bounded=3, predicted=False)
