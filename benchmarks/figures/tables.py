@@ -280,8 +280,10 @@ WRONG_LENGTHS = Table(
         ("lengths", "{at[1]}"),
         ("predictions", key()),
         ("tokens/s over none", "{over_none[output_tokens_per_s]:~.3f}"),
+        ("p50 over none", "{over_none[p50_s]:~.3f}"),
         ("p99 over none", "{over_none[p99_s]:~.3f}"),
         ("tokens/s over vllm_like", "{over_vllm_like[output_tokens_per_s]:~.3f}"),
+        ("tokens/s over s3", "{over_s3[output_tokens_per_s]:~.3f}"),
     ),
 )
 
@@ -986,6 +988,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
     "docs/results/lengths.md": {
         "predictor": ("Predicted lengths of answers", PREDICTOR),
         "probe": ("What is left of answers", PROBE),
+        "wrong_lengths": ("Wrong predictions", WRONG_LENGTHS),
     },
     "docs/results/rollouts.md": {
         "invariance": ("Bits of a request in any two batches", INVARIANCE),
@@ -1004,7 +1007,6 @@ TABLES = {kind: entry for kinds in PAGES.values() for kind, entry in kinds.items
 # Kinds that are shown on stderr alone.
 SHOWN: dict[str, Callable[[Place], str]] = {
     "embeddings": EMBEDDINGS,
-    "wrong_lengths": WRONG_LENGTHS,
     "baseline": BASELINE,
     "start_command": START_COMMAND,
     "kernels": KERNELS,

@@ -1,6 +1,7 @@
 """What wrong predictions of lengths cost, simulated: `python -m benchmarks.lengths.wrong --help`.
 
-`auto` serves the same requests, all at once, with predictions of each kind and without any.
+`auto` serves the same requests, all at once, with predictions of each kind and without any, beside
+`vllm_like`, and `s3` with the same predictions.
 """
 
 from __future__ import annotations
@@ -37,9 +38,14 @@ def _two_kinds(rng: np.random.Generator, num: int) -> np.ndarray:
     return np.where(rng.random(num) < 0.75, short, long)
 
 
+def _short(rng: np.random.Generator, num: int) -> np.ndarray:
+    return rng.lognormal(np.log(65) - 0.4, 0.9, num)
+
+
 LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "chat": _chat,
     "two_kinds": _two_kinds,
+    "short": _short,
 }
 
 
@@ -125,7 +131,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         run = Run(policy, costs[options.model], requests, predicted, 1024, options.context, True)
         found = run.at_once()
         kept = ("output_tokens_per_s", "average_batch", "num_preemptions")
-        return {**{name: found[name] for name in kept}, "p99_s": found["latency_s"]["p99"]}
+        latency_s = found["latency_s"]
+        times_s = {f"{name}_s": latency_s[name] for name in ("p50", "p99")}
+        return {**{name: found[name] for name in kept}, **times_s}
 
     runs: dict[str, dict[str, list[Figures]]] = {name: {} for name in names}
     work = [(name, seed) for name in names for seed in range(options.repeats)]
@@ -139,9 +147,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
             bases[tuple(requests)] = others
             own = played("auto", requests, predicted)
-            for policy, title in (("auto", "over_none"), ("vllm_like", "over_vllm_like")):
-                figures = ("output_tokens_per_s", "p99_s")
-                own[title] = {figure: own[figure] / others[policy][figure] for figure in figures}
+            s3 = played("s3", requests, predicted)
+            titles = {
+                "over_none": others["auto"],
+                "over_vllm_like": others["vllm_like"],
+                "over_s3": s3,
+            }
+            for title, other in titles.items():
+                figures = ("output_tokens_per_s", "p50_s", "p99_s")
+                own[title] = {figure: own[figure] / other[figure] for figure in figures}
             runs[name].setdefault(kind, []).append(own)
     return {
         "lengths": {
@@ -152,7 +166,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 OPTIONS = (
-    option("--lengths", ",".join(LENGTHS), "separated by commas"),
+    option("--lengths", "chat,two_kinds", f"of {', '.join(LENGTHS)}, separated by commas"),
     option(
         "--accuracies", "1,0.9,0.8,0.66,0.5,0.3", "shares of right buckets; else one bucket off"
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -12,7 +11,7 @@ import numpy as np
 
 from jaxserve.memory.eviction import LRU, Eviction
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Sequence
 
 # Programs whose first arrival is remembered, the newest.
@@ -101,5 +100,5 @@ class Programs:
                 self._began_s.popitem(last=False)
         return max(began_s, arrival_s - self._max_head_start_s), arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         return False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -66,7 +65,7 @@ class Ranks:
             score = min(estimate.expected_length, score)
         return turn.num_left <= 0, score, sequence.request.arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         for sequence in [each for each in self._turns if each.phase is Phase.FINISHED]:
             del self._turns[sequence]
         had = {each: self._had(each, turn) for each, turn in self._turns.items()}

@@ -176,7 +176,7 @@ class TailPlaces:
         # What ended in the last step leaves its slots to others in this one.
         width = max(self._num_running, len(queue.running))
         self._num_running = len(queue.running)
-        num_live = self._num_running + len(queue.waiting)
+        num_live = self._num_running + queue.num_waiting
         if abs(num_live - self._num_live) < max(_FEWEST_CHANGES, num_live / _LOOKS):
             return False
         live = [*queue.running, *queue.waiting]

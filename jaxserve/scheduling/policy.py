@@ -110,16 +110,17 @@ class Order(Protocol):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QueueView:
     """What an `OrderState` sees of one scheduler before a step is planned.
 
     Attributes:
-      waiting, running: sequences without and with a slot.
+      waiting, running: sequences without and with a slot; `num_waiting` without.
       expected_arrivals: as `StepBuilder.expected_arrivals`.
     """
 
-    waiting: Collection[Sequence]
+    waiting: Iterable[Sequence]
+    num_waiting: int
     running: Seq[Sequence]
     lengths: LengthTracker
     now_s: float

@@ -475,7 +475,12 @@ class Queues:
         self._slack = None
         self._headroom = None
         view = QueueView(
-            self.waiting, self.running, self._lengths, self._now(), self.expected_arrivals
+            waiting=self.waiting,
+            num_waiting=len(self.waiting),
+            running=self.running,
+            lengths=self._lengths,
+            now_s=self._now(),
+            expected_arrivals=self.expected_arrivals,
         )
         if self.keys.have_changed(view):
             for sequence in self.running:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -69,7 +68,7 @@ class Groups:
             head_start = 2 * limit - sequence.num_planned_outputs
         return arrival_s - self._ageing_s * head_start, arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         has_changed = False
         for sequence, had in list(self._had.items()):
             group = self._groups[sequence.request.id]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder, StepBuilder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder, StepBuilder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -147,12 +147,12 @@ class Admitted:
         arrival_s = sequence.request.arrival_s
         return level, self._bounds.due_s(sequence) if level == 1 else arrival_s, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
-        self._now_s = now_s
+    def update(self, queue: QueueView) -> bool:
+        self._now_s = queue.now_s
         for sequence in [each for each in self._levels if each.phase is Phase.FINISHED]:
             del self._is_admitted[sequence], self._levels[sequence]
         if None in self._is_admitted.values():
-            self._decide(now_s)
+            self._decide(queue.now_s)
         return any(self._level(each) != level for each, level in self._levels.items())
 
     def _level(self, sequence: Sequence) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.scheduling.lengths import LengthEstimate, LengthTracker
-from jaxserve.scheduling.policy import ServiceOrder
+from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -56,7 +55,7 @@ class Remaining:
         left = self._left(sequence, lengths.estimate(sequence))
         return 1, arrival_s + self._ageing_s * left, sequence.key
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
+    def update(self, queue: QueueView) -> bool:
         has_changed = False
         for sequence in list(self._known):
             if sequence.phase is Phase.FINISHED:

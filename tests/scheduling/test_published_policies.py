@@ -22,7 +22,7 @@ from jaxserve.scheduling.ltr import Ranked
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import ShortestPredictedFirst
 from jaxserve.scheduling.past_future import PastFuture, peak_tokens
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.policy import Policy, QueueView
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.seer import SiblingLengths
 from jaxserve.scheduling.sequence import Phase
@@ -219,11 +219,19 @@ def test_seer_corrects_what_it_expects_by_the_longest_sibling():
     )
     for sample in samples:
         groups.key(sample, engine.scheduler.lengths)
+    view = QueueView(
+        waiting=(),
+        num_waiting=0,
+        running=(),
+        lengths=engine.scheduler.lengths,
+        now_s=0.0,
+        expected_arrivals=lambda: None,
+    )
     expected = [groups.expected(samples[2])]
     while samples[2].phase is not Phase.FINISHED:
         engine.step()
         expected.append(groups.expected(samples[2]))
-        groups.update((), 0.0)
+        groups.update(view)
     assert list(dict.fromkeys(expected)) == [60, 5, 30]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from jaxserve.core.request import Completion
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import Policy, ServiceOrder
+from jaxserve.scheduling.policy import Policy, QueueView, ServiceOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slos_serve import Bounds, Prompt, SoftAdmission, most_in_time
@@ -42,8 +41,8 @@ class Watched:
         self._sequences.append(sequence)
         return self._state.key(sequence, lengths)
 
-    def update(self, waiting: Iterable[Sequence], now_s: float) -> bool:
-        has_changed = self._state.update(waiting, now_s)
+    def update(self, queue: QueueView) -> bool:
+        has_changed = self._state.update(queue)
         self.admitted |= {s.request.id for s in self._sequences if self._state.is_admitted(s)}
         return has_changed
 
