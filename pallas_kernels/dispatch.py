@@ -24,6 +24,7 @@ from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool
 
 _Result = TypeVar("_Result")
 
@@ -57,6 +58,8 @@ _alone = threading.local()
 _compiled: dict[Any, str | None] = {}
 # (operation, implementation) of the failures that were logged.
 _warned: set[tuple[str, str]] = set()
+# The rows of the innermost `only_rows` block of each thread.
+_tracing = threading.local()
 
 
 def choices() -> tuple[Choice, ...]:
@@ -217,6 +220,32 @@ def by_triton(folder: str, operation: str) -> dict[str, Callable[..., Any]]:
         )
 
     return {"triton": call_it, "triton_interpreted": partial(call_it, interpret=True)}
+
+
+@contextmanager
+def only_rows(is_computed: Bool[Array, " tokens"] | None) -> Iterator[None]:
+    """Let products of as many rows, traced in the block by its thread, leave out some of them.
+
+    Only kernels for CPUs do; their results are zeros in the rows that are left out. None: all rows
+    are computed. A function that is traced for several calls must contain the block.
+    """
+    before = getattr(_tracing, "is_computed", None)
+    _tracing.is_computed = is_computed
+    try:
+        yield
+    finally:
+        _tracing.is_computed = before
+
+
+def computed_rows(num_rows: int) -> Bool[Array, " tokens"] | None:
+    """Return whether each of a product's rows is computed, as `only_rows` says; None for all."""
+    is_computed = getattr(_tracing, "is_computed", None)
+    return is_computed if is_computed is not None and is_computed.shape == (num_rows,) else None
+
+
+def as_operand(is_computed: Bool[Array, " tokens"] | None) -> Bool[Array, " tokens"] | np.ndarray:
+    """Return `computed_rows` as the kernels take it: empty for all."""
+    return np.zeros(0, bool) if is_computed is None else is_computed
 
 
 def target_platform() -> str:

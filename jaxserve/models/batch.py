@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Float32, Int32, Real, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Real, Shaped
 
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.kernels import RopeTables, Rows, paged_attention, rotate_and_write, scatter_pages
@@ -30,7 +30,7 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
     jax.tree_util.register_dataclass,
     data_fields=(
         *("positions", "page", "offset", "rows", "plan", "adapter"),
-        *("cross_rows", "distance_bias", "slot"),
+        *("cross_rows", "distance_bias", "slot", "valid"),
     ),
     meta_fields=("max_query_length", "implementation", "places"),
 )
@@ -57,6 +57,8 @@ class AttentionBatch:
     distance_bias: Float32[Array, "q_heads distances"] | None = None
     # The slot of each row, which has its states; None for models without recurrent layers.
     slot: Int32[Array, " rows"] | None = None
+    # Whether each token counts; products leave the others out if they can. None: all count.
+    valid: Bool[Array, " tokens"] | None = None
     # The page table and the cache's buffer of each layer with keys and values; empty if one table
     # serves all layers and each has its own buffer (`PageLayout`).
     places: tuple[tuple[int, int], ...] = ()

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.kernels import RopeTables, log_sum_exp
+from jaxserve.kernels.dispatch import only_rows
 from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
@@ -374,7 +375,8 @@ class Decoder(SumsRows):
                 cache = incoming.put(cache, layer, fetched)
                 fetched = incoming.fetch(layer + 1)  # while this layer is computed
             context = PagedContext(layer, tables, window, batch, cache, chunk)
-            hidden = nnx.merge(graphdef, state)(hidden, context)
+            with only_rows(batch.valid):
+                hidden = nnx.merge(graphdef, state)(hidden, context)
             if tap is not None:
                 tapped = jnp.where(layer + 1 == tap.layer, hidden[tap.rows], tapped)
             return (hidden, context.cache, tapped, fetched), None
@@ -401,4 +403,5 @@ def _one_layer(
 ) -> tuple[Float[Array, "tokens embed"], KVCache]:
     """Run one unrolled layer over its own cache buffer; jitted: equal layers share a trace."""
     context = PagedContext(0, tables, window, batch, cache, chunk, layer_input)
-    return nnx.merge(graphdef, state)(x, context), context.cache
+    with only_rows(batch.valid):
+        return nnx.merge(graphdef, state)(x, context), context.cache

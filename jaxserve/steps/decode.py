@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.dispatch import only_rows
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
@@ -322,8 +323,10 @@ def decode_loop(
             tap(probe, jnp.arange(block.row.shape[0])),
             None if proposed is None or draft is None else draft.tokens,
         )
+        with only_rows(block.valid):
+            logits = model.logits(hidden)
         choice = choose(
-            model.logits(hidden),
+            logits,
             rows,
             block,
             before,

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.kernels.dispatch import only_rows
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.drafting import merged
 from jaxserve.steps.encoding import counted_from
@@ -92,8 +93,10 @@ def stage_head(
     num_slots = slots.done.shape[0]
     slot = jnp.minimum(index, num_slots - 1)
     live = (index < num_slots) & ~slots.done[slot]
+    with only_rows(live):
+        logits = model.logits(hidden[: index.shape[0]])
     sampled = sample(
-        model.logits(hidden[: index.shape[0]]),
+        logits,
         jax.tree.map(lambda leaf: leaf[slot], slots.sampling),
         slots.tokens,
         slots.length[slot],

@@ -135,6 +135,7 @@ def attention_batch(
         cross_rows=cross_rows,
         slot=slot if config.has_slot_state else None,
         adapter=adapter,
+        valid=valid,
         places=config.page_layout.places,
     )
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "computed_rows.h"
 #include "ffi.h"
 #include "threads.h"
 #include "tiles.h"
@@ -38,9 +39,10 @@ constexpr Block kInPlace = {16, 64}, kPacked = {4, 128}, kTransposed = {1, 576};
 constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
 
 struct Problem {
-  const float* x;  // [m, k]
+  ComputedRows rows;
+  const float* x;  // [m, k], of the computed rows
   const float* w;  // [k, n], or [n, k] if transposed
-  float* y;        // [m, n]
+  float* y;        // [all rows, n]
   int64_t m, k, n;
   bool transposed;
 
@@ -164,7 +166,7 @@ void stream(const Problem& p, int64_t first, int64_t columns) {
   int64_t k0 = 0;
   for (; k0 + kAbreast <= p.k; k0 += kAbreast) add_rows(std::integral_constant<int, kAbreast>(), k0);
   for (; k0 < p.k; ++k0) add_rows(std::integral_constant<int, 1>(), k0);
-  for (int r = 0; r < R; ++r) std::copy_n(total[r], columns, p.y + r * p.n + first);
+  for (int r = 0; r < R; ++r) std::copy_n(total[r], columns, p.y + p.rows[r] * p.n + first);
 }
 
 using Stream = decltype(&stream<1>);
@@ -218,7 +220,7 @@ void product(const Problem& p, int64_t item, Next next) {
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t n0 = first + panel * kPanel, columns = std::min<int64_t>(kPanel, p.n - n0);
     for (int64_t r = 0; r < rows; ++r)
-      std::copy_n(total + (panel * rows + r) * kPanel, columns, p.y + (m0 + r) * p.n + n0);
+      std::copy_n(total + (panel * rows + r) * kPanel, columns, p.y + p.rows[m0 + r] * p.n + n0);
   }
 }
 
@@ -226,15 +228,17 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Stack = ffi::Buffer<ffi::F32, 3>;
 using Sizes = ffi::Buffer<ffi::S32, 1>;
 
-ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, ffi::Result<Matrix> y,
-                  bool transposed) {
-  Problem p;
-  p.x = x.typed_data();
+ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, Computed computed,
+                  ffi::Result<Matrix> y, bool transposed) {
+  Problem p{ComputedRows(computed, x.dimensions()[0])};
   p.w = w.typed_data();
   p.y = y->typed_data();
-  p.m = x.dimensions()[0];
+  p.m = p.rows.count();
   p.k = x.dimensions()[1];
+  p.x = p.rows.of(x.typed_data(), p.k);
   p.n = y->dimensions()[1];
+  p.rows.clear_others(p.y, p.n);
+  if (p.m == 0) return ffi::Error::Success();
   p.transposed = transposed;
   p.cut(pool.num_threads());
   const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
@@ -257,7 +261,7 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, Matrix x, Stack w, Sizes sizes,
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
     const int64_t rows = std::clamp<int64_t>(sizes.typed_data()[matrix], 0, m - row);
     if (rows == 0) continue;
-    Problem p;
+    Problem p{ComputedRows(rows)};
     p.x = x.typed_data() + row * k;
     p.w = w.typed_data() + matrix * k * n;
     p.y = y->typed_data() + row * n;

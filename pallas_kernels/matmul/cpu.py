@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.kernels import build, dispatch
 from jaxserve.kernels.matmul import xla
@@ -32,7 +32,8 @@ def matmul(
     target = build.cpu_target(_SOURCE, "Matmul")
     out = weight.shape[:1] if transposed else weight.shape[1:]
     matrix = weight if transposed else weight.reshape(weight.shape[0], -1)
-    return _product(target, transposed, x, matrix).reshape(x.shape[0], *out)
+    is_computed = dispatch.computed_rows(x.shape[0])
+    return _product(target, transposed, x, matrix, is_computed).reshape(x.shape[0], *out)
 
 
 def grouped_matmul(
@@ -59,26 +60,28 @@ def _product(
     transposed: bool,
     x: Float[Array, "tokens in"],
     matrix: Float[Array, "rows columns"],
+    is_computed: Bool[Array, " tokens"] | None,
 ) -> Float[Array, "tokens out"]:
     columns = matrix.shape[0 if transposed else 1]
     shape = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
-    return jax.ffi.ffi_call(target, shape)(x, matrix, transposed=transposed)
+    operands = x, matrix, dispatch.as_operand(is_computed)
+    return jax.ffi.ffi_call(target, shape)(*operands, transposed=transposed)
 
 
 @_product.defjvp
 def _derivative(
     target: str,
     transposed: bool,
-    values: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
+    values: tuple[jax.Array, jax.Array, Any],
+    tangents: tuple[jax.Array, jax.Array, Any],  # which rows are computed has none
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's product, which XLA can transpose."""
-    (x, matrix), (dx, dmatrix) = values, tangents
+    (x, matrix, _), (dx, dmatrix, _) = values, tangents
 
     def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
         return xla.matmul(x, matrix, transposed=transposed, out_dtype=x.dtype)
 
-    return _product(target, transposed, x, matrix), times(dx, matrix) + times(x, dmatrix)
+    return _product(target, transposed, *values), times(dx, matrix) + times(x, dmatrix)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "computed_rows.h"
 #include "ffi.h"
 #include "threads.h"
 #include "tiles.h"
@@ -31,9 +32,10 @@ using Number = PANELS;
 constexpr ffi::DataType kStored = std::is_same<Number, float>::value ? ffi::F32 : ffi::BF16;
 
 struct Problem {
-  const float* x;        // [m, k]
+  ComputedRows rows;
+  const float* x;        // [m, k], of the computed rows
   const Number* panels;  // [count, k, kPanel]
-  float* y;             // [m, n]
+  float* y;              // [all rows, n]
   int64_t m, k, n, count;
 
   int64_t row_blocks() const { return (m + kRows - 1) / kRows; }
@@ -58,10 +60,11 @@ class Ahead {
   int64_t quarter_, turn_ = 0, offset_ = 0;
 };
 
-// Prefetches a panel's columns of `count` rows of y, which are `stride` numbers apart.
-inline void prefetch_for_writing(const float* y, int count, int64_t stride) {
+// Prefetches a panel's columns of `count` computed rows of y.
+inline void prefetch_for_writing(const Problem& p, int64_t first, int count, int64_t n0) {
   for (int r = 0; r < count; ++r)
-    for (int c = 0; c < kPanel; c += 16) __builtin_prefetch(y + r * stride + c, 1);
+    for (int c = 0; c < kPanel; c += 16)
+      __builtin_prefetch(p.y + p.rows[first + r] * p.n + n0 + c, 1);
 }
 
 void product(const Problem& p, int64_t item, const NextItem& next) {
@@ -75,7 +78,7 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
   constexpr int kLines = 4 * kPanel * sizeof(Number) / 64;
   const int lines = static_cast<int>((kLines + calls - 1) / calls);
   const Number* panel = p.panel(item);
-  float* y = p.y + m0 * p.n + n0;
+  const auto y = [&](int64_t r) { return p.y + p.rows[m0 + r] * p.n + n0; };
   for (int64_t k0 = 0; k0 < p.k; k0 += most) {
     const int64_t depth = std::min(most, p.k - k0);
     const Number *b = panel + k0 * kPanel, *after = b + depth * kPanel;
@@ -88,7 +91,7 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
       for (int part = 0; part < kPanel; part += kPart)
         for (int64_t r = 0; r < rows; r += kTile) {
           const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
-          if (part == 0 && k0 + most >= p.k) prefetch_for_writing(y + r * p.n, count, p.n);
+          if (part == 0 && k0 + most >= p.k) prefetch_for_writing(p, m0 + r, count, n0);
           multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, block + part, kPanel, depth,
                                 k0 == 0, total + r * kPanel + part, ahead, lines);
         }
@@ -103,29 +106,31 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
   }
   const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
   if (columns < kPanel) {
-    for (int64_t r = 0; r < rows; ++r) std::copy_n(total + r * kPanel, columns, y + r * p.n);
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(total + r * kPanel, columns, y(r));
     return;
   }
   for (int64_t r = 0; r < rows; ++r)
 #pragma GCC unroll 6
-    for (int c = 0; c < kPanel; c += W) store(y + r * p.n + c, load<W>(total + r * kPanel + c));
+    for (int c = 0; c < kPanel; c += W) store(y(r) + c, load<W>(total + r * kPanel + c));
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Panels = ffi::Buffer<kStored, 3>;
 
-ffi::Error panel_matmul(ffi::ThreadPool pool, Matrix x, Panels panels, ffi::Result<Matrix> y) {
-  Problem p;
-  p.x = x.typed_data();
+ffi::Error panel_matmul(ffi::ThreadPool pool, Matrix x, Panels panels, Computed computed,
+                        ffi::Result<Matrix> y) {
+  Problem p{ComputedRows(computed, x.dimensions()[0])};
   p.panels = static_cast<const Number*>(panels.untyped_data());
   p.y = y->typed_data();
-  p.m = x.dimensions()[0];
+  p.m = p.rows.count();
   p.k = x.dimensions()[1];
+  p.x = p.rows.of(x.typed_data(), p.k);
   p.n = y->dimensions()[1];
   p.count = panels.dimensions()[0];
   if (panels.dimensions()[1] != p.k || panels.dimensions()[2] != kPanel ||
       p.count != (p.n + kPanel - 1) / kPanel)
     return ffi::Error::InvalidArgument("panel_matmul: the panels do not fit x and y");
+  p.rows.clear_others(p.y, p.n);
   const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
   for_each_item(pool, p.count * p.row_blocks(), threads,
                 [p](int64_t item, const NextItem& next) { product(p, item, next); });

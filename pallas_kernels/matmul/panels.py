@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxserve.kernels import build, dispatch
 from jaxserve.kernels.matmul import xla
@@ -92,7 +92,7 @@ def call(
     *,
     columns: int,
 ) -> Float32[Array, "tokens out"]:
-    return _product(target, columns, x, panels)
+    return _product(target, columns, x, panels, dispatch.computed_rows(x.shape[0]))
 
 
 def _by_kernel(
@@ -123,18 +123,20 @@ def _product(
     columns: int,
     x: Float32[Array, "tokens in"],
     panels: Float[Array, "panels depth width"],
+    is_computed: Bool[Array, " tokens"] | None,
 ) -> Float32[Array, "tokens out"]:
-    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))(x, panels)
+    shape = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
+    return jax.ffi.ffi_call(target, shape)(x, panels, dispatch.as_operand(is_computed))
 
 
 @_product.defjvp
 def _derivative(
     target: str,
     columns: int,
-    values: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
+    values: tuple[jax.Array, jax.Array, Any],
+    tangents: tuple[jax.Array, jax.Array, Any],  # which rows are computed has none
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's product, which XLA can transpose."""
-    (x, panels), (dx, dpanels) = values, tangents
+    (x, panels, _), (dx, dpanels, _) = values, tangents
     times = partial(_by_xla, columns=columns)
-    return _product(target, columns, x, panels), times(dx, panels) + times(x, dpanels)
+    return _product(target, columns, *values), times(dx, panels) + times(x, dpanels)

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "computed_rows.h"
 #include "dots.h"
 #include "ffi.h"
 #include "squares.h"
@@ -43,7 +44,8 @@ inline Floats load(const float* from) {
 }
 
 struct Problem {
-  const float* x;         // [m, k]
+  ComputedRows rows;
+  const float* x;         // [all rows, k]
   const uint8_t* codes;   // [panels, groups, group bytes of kPanel columns]
   const float* channels;  // [panels, kPanel]
   const void* scales;     // [panels, groups, kPanel], or null
@@ -51,8 +53,8 @@ struct Problem {
   bool halves;            // scales and minima are float16, else float32
   int zero_bytes;         // of a zero point: 1 (unsigned) or 2; 0 for minima
   int bits, offset;
-  int64_t m, k, panels, groups, group;
-  float* y;  // [m, panels * kPanel]
+  int64_t m, k, panels, groups, group;  // m: of the computed rows
+  float* y;  // [all rows, panels * kPanel]
 
   // The rounded activations.
   int8_t* rounded;   // [m, groups * group], with zeros past k
@@ -68,7 +70,7 @@ void round_row(const Problem& p, int64_t row) {
   const int offset = p.bits == 8 && kSigned ? 0 : p.offset;
   int8_t* to = p.rounded + row * p.groups * p.group;
   for (int64_t g = 0; g < p.groups; ++g, to += p.group) {
-    const float* x = p.x + row * p.k + g * p.group;
+    const float* x = p.x + p.rows[row] * p.k + g * p.group;
     const int64_t count = std::min(p.group, p.k - g * p.group);
     uint32_t largest_bits = 0;  // as integers, so that NaN is larger than infinity
     for (int64_t i = 0; i < count; ++i) {
@@ -192,7 +194,7 @@ void tile(const Problem& p, int64_t row, int64_t panel) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Floats y = sum[r][n] * channel;
-      std::memcpy(p.y + (row + r) * p.panels * kPanel + column, &y, sizeof(y));
+      std::memcpy(p.y + p.rows[row + r] * p.panels * kPanel + column, &y, sizeof(y));
     }
   }
 }
@@ -269,7 +271,7 @@ void square(const Problem& p, int64_t row, int64_t panel, const uint8_t* codes) 
 #pragma GCC unroll 16
   for (int r = 0; r < 16; ++r) {
     const Floats y = sum[r] * channel;
-    std::memcpy(p.y + ((row + r) * p.panels + panel) * kPanel, &y, sizeof(y));
+    std::memcpy(p.y + (p.rows[row + r] * p.panels + panel) * kPanel, &y, sizeof(y));
   }
 }
 
@@ -322,10 +324,10 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 
 ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
                             ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::F32> channels,
-                            ffi::AnyBuffer scales, ffi::AnyBuffer minima,
+                            ffi::AnyBuffer scales, ffi::AnyBuffer minima, Computed computed,
                             ffi::Result<Matrix> y, int64_t bits, int64_t offset,
                             int64_t group) {
-  Problem p;
+  Problem p{ComputedRows(computed, x.dimensions()[0])};
   p.x = x.typed_data();
   p.codes = codes.typed_data();
   p.channels = channels.typed_data();
@@ -335,12 +337,13 @@ ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
   p.zero_bytes = minima.element_type() == ffi::U8 ? 1 : minima.element_type() == ffi::S16 ? 2 : 0;
   p.bits = static_cast<int>(bits);
   p.offset = static_cast<int>(offset);
-  p.m = x.dimensions()[0];
+  p.m = p.rows.count();
   p.k = x.dimensions()[1];
   p.panels = y->dimensions()[1] / kPanel;
   p.group = group;
   p.groups = (p.k + group - 1) / group;
   p.y = y->typed_data();
+  p.rows.clear_others(p.y, p.panels * kPanel);
 
   static thread_local std::vector<float> scratch;
   const int64_t num_groups = p.m * p.groups;

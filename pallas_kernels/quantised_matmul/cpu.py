@@ -48,6 +48,7 @@ def call(
         weight.channels,
         none if weight.scales is None else weight.scales,
         none if least is None else least,
+        dispatch.as_operand(dispatch.computed_rows(x.shape[0])),
         bits=np.int64(weight.bits),
         offset=np.int64(weight.offset),
         group=np.int64(weight.group),
