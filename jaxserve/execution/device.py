@@ -109,7 +109,7 @@ class DeviceExecutor(StepExecutor):
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> SubmittedStep:
         window, num_proposed = decode_window(self.config, plan, needs.variant)
         self.pages.cache, self.slots.state, outputs = self._programs.decode_loop(
-            self.params,
+            self._stage.arrays,
             self.pages.cache,
             self.slots.state,
             pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
@@ -177,7 +177,7 @@ class DeviceWarmup:
         slots, pages = stage.slots, stage.pages
         self._config = config
         self._programs = stage.programs
-        self._params, self._cache, self._state = abstract((stage.params, pages.cache, slots.state))
+        self._params, self._cache, self._state = abstract((stage.arrays, pages.cache, slots.state))
         self._edits = [*slots.preparations(), *stage.states.preparations(pages)]
         self._generates = self._programs.model_config.generates
         self._takes_masks = takes_masks and self._generates

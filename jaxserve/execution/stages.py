@@ -58,7 +58,7 @@ from jaxserve.steps.programs import Programs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import SamplingNeeds, Variant
 from jaxserve.steps.stages import Proposed
-from jaxserve.steps.step_function import abstract
+from jaxserve.steps.step_function import abstract, as_list
 
 # The name of an executable, and the function that compiles it.
 WarmupStep = tuple[str, Callable[[], Any]]
@@ -117,7 +117,7 @@ class DeviceStage:
         snapshots: KVCache | None = None,
     ):
         self.programs = programs
-        self.params = params
+        self.params, self.arrays = params, as_list(params)  # steps get the arrays
         self.slots = DeviceSlots(
             programs.config, programs.place.whole, programs.shelf, looks_up=samples
         )
@@ -126,11 +126,11 @@ class DeviceStage:
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
-        self.params = params
+        self.params, self.arrays = params, as_list(params)
 
     def drop_params(self) -> None:
         """Keep only the shapes of the parameters, until the next update."""
-        self.params = abstract(self.params)
+        self.update_params(abstract(self.params))
 
     def incoming(self, back: PageCopies) -> IncomingPages:
         return self.pages.incoming(back, self.programs.config.num_incoming_pages)
@@ -167,7 +167,7 @@ class DeviceStage:
             slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
             self._take_in(slots)
         self.pages.cache, *hidden = self.programs.mixed_body(
-            self.params,
+            self.arrays,
             self.pages.cache,
             self.slots.state,
             batch,
@@ -192,11 +192,11 @@ class DeviceStage:
 
     def pool(self, hidden: Hidden, batch: MixedBatch, rows: Sequence[Row]) -> jax.Array:
         """Return what rows that pool deliver, [slots, width]. Only on the last stage."""
-        return self.programs.pool(self.params, hidden.tokens, hidden.rows, batch, rows)
+        return self.programs.pool(self.arrays, hidden.tokens, hidden.rows, batch, rows)
 
     def prompt_logprobs(self, hidden: Hidden, batch: MixedBatch) -> Any:
         """Return arrays over a batch's tokens, for `PromptPart`. Only on the last stage."""
-        return self.programs.prompt_logprobs(self.params, self.slots.state, hidden.tokens, batch)
+        return self.programs.prompt_logprobs(self.arrays, self.slots.state, hidden.tokens, batch)
 
     def decode(
         self,
@@ -217,7 +217,7 @@ class DeviceStage:
             num_proposed = proposed.tokens.shape[1]
             proposed = jax.device_put(proposed, self.programs.place.whole)
         self.pages.cache, hidden = self.programs.stage.decode(
-            self.params,
+            self.arrays,
             self.pages.cache,
             self.slots.state,
             pack_window(window, rows),
@@ -237,7 +237,7 @@ class DeviceStage:
         with_masks = () if masks is None else (masks,)
         programs = self.programs
         self.slots.state, outputs, chosen = programs.mixed_head(
-            self.params,
+            self.arrays,
             self.slots.state,
             hidden.rows,
             index,
@@ -254,7 +254,7 @@ class DeviceStage:
         """Choose tokens for rows of which some have proposals and may get several tokens."""
         programs = self.programs
         self.slots.state, outputs, chosen = programs.verifying_head(
-            self.params,
+            self.arrays,
             self.slots.state,
             hidden.rows,
             rows,
@@ -270,7 +270,7 @@ class DeviceStage:
     ) -> tuple[Outputs, Chosen]:
         """Choose the tokens of an iteration of a loop that does not speculate."""
         self.slots.state, outputs, chosen = self.programs.stage.head(
-            self.params, self.slots.state, hidden, index, outputs, variant=variant
+            self.arrays, self.slots.state, hidden, index, outputs, variant=variant
         )
         return outputs, chosen
 
@@ -293,7 +293,7 @@ class DeviceStage:
         """Choose the tokens of an iteration of a loop that speculates, and propose the next."""
         draft, proposed = proposals
         self.slots.state, outputs, chosen, draft, proposed = self.programs.stage.choose(
-            self.params,
+            self.arrays,
             self.slots.state,
             window,
             hidden,
@@ -358,7 +358,7 @@ class DeviceStage:
         self.pages.delete()
         self.slots.delete()
         self.states.delete()
-        self.params = None
+        self.params, self.arrays = None, []
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Append the tokens in transit for these slots, and all tokens sent before them."""

@@ -45,7 +45,14 @@ from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import empty_slots
-from jaxserve.steps.step_function import Placement, Shelf, StepFunction, shelf_of, staging_place
+from jaxserve.steps.step_function import (
+    Placement,
+    Shelf,
+    StepFunction,
+    as_list,
+    shelf_of,
+    staging_place,
+)
 
 
 @final
@@ -86,7 +93,7 @@ class Programs:
         self._planner = AttentionPlanner.of(config, model_config, place)
         self.draft_params, self._draft_planner, drafting = None, None, None
         if drafter is not None:
-            self.draft_params = jax.device_put(drafter.params, place.whole)
+            self.draft_params = as_list(jax.device_put(drafter.params, place.whole))
             self._draft_planner = AttentionPlanner.of(config, drafter.config, place)
             drafting = drafter.structure
         drafts = () if drafter is None else (drafter.graphdef, drafter.config)
@@ -101,6 +108,7 @@ class Programs:
             "mixed_body",
             follow(mixed.mixed_body),
             shelf,
+            flattens=True,
             packs=True,
             donate_argnames="cache",
             out_shardings=(pages, whole, whole, whole),
@@ -108,6 +116,7 @@ class Programs:
         head = partial(
             StepFunction,
             shelf=shelf,
+            flattens=True,
             donate_argnames="slots",
             static_argnames="variant",
             out_shardings=whole,
@@ -118,6 +127,7 @@ class Programs:
             "decode_loop",
             follow(decode.decode_loop),
             shelf,
+            flattens=True,
             packs=True,
             donate_argnames=("cache", "slots"),
             static_argnames=("variant", "num_proposed"),
@@ -125,13 +135,18 @@ class Programs:
             compiler_options=loop_options(place, config.graph_loops, store),
         )
         self.prompt_logprobs = StepFunction(
-            "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole
+            "prompt_logprobs",
+            bind(mixed.score_prompts),
+            shelf,
+            flattens=True,
+            packs=True,
+            out_shardings=whole,
         )
         self.pool_rows = StepFunction(
             "pool_rows", mixed.pool_rows, shelf, packs=True, num_fixed=0, out_shardings=whole
         )
         self.score_labels = StepFunction(
-            "score_labels", bind(mixed.score_labels), shelf, out_shardings=whole
+            "score_labels", bind(mixed.score_labels), shelf, flattens=True, out_shardings=whole
         )
         self.stage = StagePrograms(graphdef, config, place, shelf)
         self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
@@ -470,6 +485,7 @@ class StagePrograms:
             "stage_decode",
             bind(stages.decode),
             shelf,
+            flattens=True,
             packs=True,
             donate_argnames="cache",
             out_shardings=(place.pages, whole),
@@ -483,7 +499,11 @@ class StagePrograms:
             out_shardings=whole,
         )
         of_the_last = partial(
-            StepFunction, shelf=shelf, static_argnames="variant", out_shardings=whole
+            StepFunction,
+            shelf=shelf,
+            flattens=True,
+            static_argnames="variant",
+            out_shardings=whole,
         )
         changed = ("slots", "outputs")
         self.head = of_the_last("stage_head", bind(heads.stage_head), donate_argnames=changed)

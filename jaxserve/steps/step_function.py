@@ -296,6 +296,8 @@ class StepFunction:
 
     Args:
       sizes: what `function` depends on in addition to its arguments and what names the shelf.
+      flattens: pass the first argument, the parameters of a model, as a list of its arrays. A call
+        that gets the list already is quick: JAX flattens hundreds of Flax's variables in Python.
       num_fixed: number of first arguments that have the same shapes in nearly every call.
       packs: pass every argument of several NumPy arrays as one buffer, see `OneBuffer`.
       options: of `jax.jit`.
@@ -308,11 +310,13 @@ class StepFunction:
         shelf: Shelf,
         *,
         sizes: tuple[Any, ...] = (),
+        flattens: bool = False,
         num_fixed: int = 1,
         packs: bool = False,
         **options: Any,
     ):
         self._name = name
+        self._flattens = flattens
         self._packs = packs
         self._jitted = jax.jit(_unpacking(name, function) if packs else function, **options)
         self._compiler_options = options.get("compiler_options")
@@ -375,7 +379,10 @@ class StepFunction:
         return signature_of(self._passed(arguments), static) in self._prepared
 
     def _passed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(map(packed, arguments)) if self._packs else arguments
+        first: tuple[Any, ...] = ()
+        if self._flattens:
+            first, arguments = (as_list(arguments[0]),), arguments[1:]
+        return first + (tuple(map(packed, arguments)) if self._packs else arguments)
 
     def _prepare(
         self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
@@ -499,6 +506,11 @@ def packed(argument: Any) -> Any:
     if len(leaves) < 2 or not all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
         return argument
     return OneBuffer.of(argument)
+
+
+def as_list(params: Any) -> list[Any]:
+    """Return the arrays of a model's parameters, in the order in which `nnx.merge` takes them."""
+    return params if isinstance(params, list) else jax.tree.leaves(params)
 
 
 def unpacked(argument: Any) -> Any:
