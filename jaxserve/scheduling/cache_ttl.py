@@ -78,12 +78,12 @@ class ProgramFirst(ServiceOrder):
 
     max_head_start_s: float = 300.0
 
-    def new_state(self) -> Programs:
-        return Programs(self.max_head_start_s)
+    def new_state(self) -> ProgramStarts:
+        return ProgramStarts(self.max_head_start_s)
 
 
 @final
-class Programs:
+class ProgramStarts:
     """When the programs of one scheduler began."""
 
     def __init__(self, max_head_start_s: float):

@@ -12,7 +12,7 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 
 @final
 @dataclass(frozen=True)
-class Ranked(ServiceOrder):
+class LearningToRank(ServiceOrder):
     """vLLM-LTR (Fu et al., arXiv:2408.15792, algorithm 1): by predicted rank, with preemption.
 
     A sequence's score is given once, before its first token, and only the order of scores counts.
@@ -53,7 +53,7 @@ class _Turn:
 class Ranks:
     """What each sequence of one scheduler had, and which have waited too long."""
 
-    def __init__(self, how: Ranked):
+    def __init__(self, how: LearningToRank):
         self._starves, self._period = how.starves, how.period
         self._turns: dict[Sequence, _Turn] = {}
 

@@ -12,7 +12,7 @@ from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.ltr import Ranked
+from jaxserve.scheduling.ltr import LearningToRank
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import (
     FCFS,
@@ -120,7 +120,7 @@ PRESETS: dict[str, Policy] = {
                 Stateless(),
                 LastInOrder(keeps_state=True),
             )
-            for name, order in (("ltr", Ranked()), ("trail", LimitedPreemption()))
+            for name, order in (("ltr", LearningToRank()), ("trail", LimitedPreemption()))
         ),
         # Seer: the samples of a request are a group.
         Policy(

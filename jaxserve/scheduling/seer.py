@@ -30,8 +30,8 @@ class SiblingLengths(ServiceOrder):
 
     ageing_s: float = 0.1
 
-    def new_state(self) -> Groups:
-        return Groups(self.ageing_s)
+    def new_state(self) -> SampleGroups:
+        return SampleGroups(self.ageing_s)
 
 
 @final
@@ -45,7 +45,7 @@ class _Group:
 
 @final
 @dataclass(eq=False)
-class Groups:
+class SampleGroups:
     """The groups of one scheduler."""
 
     _ageing_s: float

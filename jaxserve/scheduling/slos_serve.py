@@ -123,12 +123,12 @@ class SoftAdmission(ServiceOrder):
     bounds: Bounds = Bounds()
     max_wait_s: float = 60.0
 
-    def new_state(self) -> Admitted:
-        return Admitted(self)
+    def new_state(self) -> SoftAdmitted:
+        return SoftAdmitted(self)
 
 
 @final
-class Admitted:
+class SoftAdmitted:
     """The requests of one scheduler that were admitted, and those that were not."""
 
     def __init__(self, how: SoftAdmission):

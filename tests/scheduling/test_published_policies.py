@@ -18,7 +18,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
 from jaxserve.predictor import LengthBuckets
 from jaxserve.scheduling.lengths import LengthEstimate
-from jaxserve.scheduling.ltr import Ranked
+from jaxserve.scheduling.ltr import LearningToRank
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import ShortestPredictedFirst
 from jaxserve.scheduling.past_future import PastFuture, peak_tokens
@@ -184,7 +184,7 @@ def test_learning_to_rank_preempts_for_what_is_ranked_before():
 def test_learning_to_rank_has_a_starving_answer_run(starves: int, begins_before_s: float):
     """It has priority after so many iterations without a token, and lasts until it is its turn."""
     items = _stream_behind_a_long_one(every_s=5.0)
-    policy = replace(PRESETS["ltr"], order=Ranked(starves=starves))
+    policy = replace(PRESETS["ltr"], order=LearningToRank(starves=starves))
     done = _run(policy, items, predictions=_as_predicted(items))
     begins_s = done[1].timing.first_token_s or 0.0
     assert begins_s < begins_before_s

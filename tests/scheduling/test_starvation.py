@@ -15,7 +15,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import END_TOKEN
 from jaxserve.scheduling.admission import MaxLength, OnDemand, Oracle, Predicted
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
-from jaxserve.scheduling.ltr import Ranked
+from jaxserve.scheduling.ltr import LearningToRank
 from jaxserve.scheduling.mlfq import FeedbackQueues
 from jaxserve.scheduling.order import LongestFirst, Priority, ShortestPredictedFirst
 from jaxserve.scheduling.policy import Policy, ServiceOrder
@@ -58,7 +58,7 @@ REORDERED = {
 BY_SERVICE = {
     "mlfq": replace(PRESETS["mlfq"], order=FeedbackQueues(quantum=2, promotes_s=AGEING_S / 10)),
     "vtc": PRESETS["vtc"],
-    "ltr": replace(PRESETS["ltr"], order=Ranked(starves=20, period=5)),
+    "ltr": replace(PRESETS["ltr"], order=LearningToRank(starves=20, period=5)),
     "trail": replace(PRESETS["trail"], order=LimitedPreemption(ageing_s=AGEING_S / 100)),
     "seer": replace(PRESETS["seer"], order=SiblingLengths(ageing_s=AGEING_S / 100)),
     "slos_serve": replace(PRESETS["slos_serve"], order=SoftAdmission(max_wait_s=AGEING_S)),

@@ -103,7 +103,7 @@ _FIELDS = {
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Names:
+class NeoXNames:
     """The names of tensors in checkpoints; those of layers come after `layer`."""
 
     embedding: str
@@ -115,20 +115,20 @@ class Names:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 
 
-_NEOX = Names(
+_NEOX = NeoXNames(
     embedding="gpt_neox.embed_in",
     layer="gpt_neox.layers.{layer}.",
     attention="attention.",
     norm="gpt_neox.final_layer_norm",
     head="embed_out",
 )
-_PERSIMMON = Names(
+_PERSIMMON = NeoXNames(
     embedding="model.embed_tokens",
     layer="model.layers.{layer}.",
     attention="self_attn.",
     norm="model.final_layernorm",
 )
-_FALCON = Names(
+_FALCON = NeoXNames(
     embedding="transformer.word_embeddings", layer="transformer.h.{layer}.", norm="transformer.ln_f"
 )
 
@@ -150,7 +150,7 @@ class GPTNeoXConfig(DecoderConfig):
     o_bias: bool = True
     mlp_bias: bool = True
     embedding_norm: bool = False  # whether a norm follows the embedding
-    names: Names = _NEOX
+    names: NeoXNames = _NEOX
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
