@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,13 +13,22 @@ from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.predictor import LengthBuckets
+from jaxserve.scheduling.order import DueFirst
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
 from tests.scheduling.simulated import certain, engine_of, request_of
 
 # One bucket per length.
 BUCKETS = LengthBuckets.equal_width(100, 100)
 
 
-def _engine(*, num_pages: int, max_slots: int = 8) -> tuple[Engine, VirtualClock]:
+# Without sequences that go before others later, which an expectation does not know of.
+BY_ARRIVAL = replace(PRESETS["auto"], order=DueFirst())
+
+
+def _engine(
+    *, num_pages: int, max_slots: int = 8, policy: Policy = PRESETS["auto"]
+) -> tuple[Engine, VirtualClock]:
     clock = VirtualClock()
     config = EngineConfig(
         page_size=4,
@@ -27,7 +38,7 @@ def _engine(*, num_pages: int, max_slots: int = 8) -> tuple[Engine, VirtualClock
         max_step_tokens=64,
         max_decode_iterations=1,
     )
-    return engine_of("auto", config, clock, cost=FlatCost(per_token_s=0.0)), clock
+    return engine_of(policy, config, clock, cost=FlatCost(per_token_s=0.0)), clock
 
 
 def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1) -> Request:
@@ -39,10 +50,12 @@ def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1)
 @pytest.mark.parametrize(
     "sizes, within",
     [
-        ({"num_pages": 400}, 0.1),
-        ({"num_pages": 400, "max_slots": 3}, 0.1),
+        ({"num_pages": 400, "policy": BY_ARRIVAL}, 0.1),
+        ({"num_pages": 400, "max_slots": 3, "policy": BY_ARRIVAL}, 0.1),
         # The memory of others at the time of a free slot is known only on average.
-        ({"num_pages": 60}, 0.2),
+        ({"num_pages": 60, "policy": BY_ARRIVAL}, 0.2),
+        # What would end last goes first at some time, and the others wait for it.
+        ({"num_pages": 400}, 0.3),
     ],
 )
 def test_ends_are_as_expected_where_lengths_are(sizes, within):
