@@ -43,7 +43,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_dump_to={_DUMP.name}",
         "--xla_dump_hlo_as_text",
-        "--xla_dump_emitter_re=.*",
     )
 )
 
@@ -379,7 +378,7 @@ def _compiled_with_spills(
 ) -> tuple[jax.stages.Compiled, dict[str, int]]:
     """Compile a program that spills, and return the bytes that a thread of each kernel spills."""
     before = set(Path(_DUMP.name).glob("*.ptx"))
-    compiled = lowered.compile({_NO_SPILLS: False})
+    compiled = lowered.compile({_NO_SPILLS: False, "xla_dump_emitter_re": ".*"})
     spilled = {}
     for path in sorted(set(Path(_DUMP.name).glob("*.ptx")) - before):
         target = re.findall(r"^\.target (\w+)", path.read_text(), re.M)[0]
