@@ -49,7 +49,7 @@ class Paper:
       reports: what the paper reports.
       workload: that of the runs here, in words.
       policies: by their names in the table; the baseline first.
-      draws: returns the workload of so many requests.
+      draws: returns the workload of a number of requests.
       figures: of a run.
     """
 

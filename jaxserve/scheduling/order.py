@@ -152,9 +152,9 @@ class TailFirst(ServiceOrder):
         return TailPlaces(DueFirst(self.ageing_s))
 
 
-# The tail is looked for when one in so many live sequences more or fewer are live, and at least a
-# few. If any came since the last look, there is none until the next: in a stream of requests, ends
-# and arrivals alternate.
+# The tail is looked for again when the number of live sequences has changed by a sixteenth, and by
+# four at least. If any came since the last look, there is none until the next: in a stream of
+# requests, ends and arrivals alternate.
 _LOOKS = 16
 _FEWEST_CHANGES = 4
 

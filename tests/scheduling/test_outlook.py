@@ -51,9 +51,9 @@ def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1)
     "sizes, within",
     [
         ({"num_pages": 400, "policy": BY_ARRIVAL}, 0.1),
-        ({"num_pages": 400, "max_slots": 3, "policy": BY_ARRIVAL}, 0.1),
+        ({"num_pages": 400, "max_slots": 3}, 0.1),
         # The memory of others at the time of a free slot is known only on average.
-        ({"num_pages": 60, "policy": BY_ARRIVAL}, 0.2),
+        ({"num_pages": 60}, 0.2),
         # What would end last goes first at some time, and the others wait for it.
         ({"num_pages": 400}, 0.3),
     ],

@@ -182,7 +182,7 @@ def test_learning_to_rank_preempts_for_what_is_ranked_before():
 
 @pytest.mark.parametrize("starves, begins_before_s", [(20, 60.0), (10**9, math.inf)])
 def test_learning_to_rank_has_a_starving_answer_run(starves: int, begins_before_s: float):
-    """It has priority after so many iterations without a token, and lasts until it is its turn."""
+    """It has priority after `starves` iterations without a token, and keeps it for its turn."""
     items = _stream_behind_a_long_one(every_s=5.0)
     policy = replace(PRESETS["ltr"], order=LearningToRank(starves=starves))
     done = _run(policy, items, predictions=_as_predicted(items))
