@@ -154,7 +154,7 @@ def _steps(job: Job) -> list[Any]:
     stage = _Shapes(
         programs,
         at(place.whole, params),
-        at(place.pages, cache),
+        jax.tree.map(at, place.cache(config), cache),
         at(place.whole, jax.eval_shape(lambda: empty_slots(engine))),
     )
     warmup = DeviceWarmup(engine, cast(Any, stage))

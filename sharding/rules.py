@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # These are replicated when their size is not a multiple of the mesh axis's: fewer KV heads than
-# shards, vocabularies such as GPT-2's 50257, and the groups and panels of a quantised weight.
-REPLICATED_IF_UNEVEN = ("kv_heads", "vocab", "groups", "panels")
+# shards, vocabularies such as GPT-2's 50257, the channels of recurrent layers, and the groups and
+# panels of a quantised weight.
+REPLICATED_IF_UNEVEN = ("kv_heads", "vocab", "channels", "groups", "panels")
 
 # Logical axis -> mesh axis; None means replicated.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
@@ -23,6 +24,7 @@ DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
         "kv_heads": "tensor",
         "mlp": "tensor",
         "experts": "tensor",
+        "channels": "tensor",
         "layers": None,
         "groups": "tensor",
         "panels": "tensor",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 TENSOR = "tensor"
 
@@ -27,6 +28,13 @@ def over_tensor(
     if num_tensor_shards() == 1:
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def whole(tree: Any) -> Any:
+    """Return arrays whole on every tensor shard. Not inside `over_tensor`."""
+    if num_tensor_shards() == 1:
+        return tree
+    return lax.with_sharding_constraint(tree, PartitionSpec())
 
 
 def sum_over_tensor(x: jax.Array, num_shards: int) -> jax.Array:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial, reduce
+from math import prod
 from typing import TYPE_CHECKING, Any, Self, cast, final
 
 import jax
@@ -41,7 +42,7 @@ from jaxserve.execution.weights import check_dtype
 from jaxserve.kernels.paged_attention import IMPLEMENTATIONS
 from jaxserve.kernels.zeros import zeros
 from jaxserve.memory.page_pool import MIN_PAGES
-from jaxserve.models.batch import empty_cache
+from jaxserve.models.batch import KVCache, empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.loading import timed
@@ -109,12 +110,26 @@ class PlacedModel:
     @property
     def page_bytes(self) -> int:
         """Size of a page in all of its layers, on one device."""
-        return nbytes(self.abstract_cache(2).pages) // 2 // self.place.num_shards
+        return self._device_bytes(self.abstract_cache(2).pages) // 2
 
     @property
     def snapshot_bytes(self) -> int:
-        """Size of the state of a sequence, and of the page that is kept with it."""
-        return nbytes(_abstract_cache(self._cache_sizes(1, 1)))
+        """Size of the state of a sequence, and of the page kept with it, on one device."""
+        return self._device_bytes(_abstract_cache(self._cache_sizes(1, 1)))
+
+    def _device_bytes(self, cache: KVCache) -> int:
+        """Return the size of a cache, or of its pages alone, on one device."""
+        places = self.place.cache(self.model_config)
+        if not cache.states:
+            places = places.pages
+
+        def size(sharding: jax.sharding.Sharding, part: Any) -> int:
+            return sum(
+                prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(part)
+            )
+
+        return sum(jax.tree.leaves(jax.tree.map(size, places, cache)))
 
     @property
     def wanted_pages(self) -> int:
@@ -143,7 +158,8 @@ class PlacedModel:
             next(iter(self.place.whole.addressable_devices)),
             page_bytes=self.page_bytes,
             step_bytes=step_bytes,
-            state_bytes=nbytes(self.abstract_cache(2).states)
+            state_bytes=self._device_bytes(self.abstract_cache(2))
+            - 2 * self.page_bytes
             + self.spec.num_snapshots * self.snapshot_bytes,
             slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
             wanted_pages=self.wanted_pages,
@@ -183,7 +199,9 @@ class PlacedModel:
 
     def _maker(self, sizes: tuple[Any, ...], shelf: Shelf) -> StepFunction:
         make = partial(_empty, sizes, zeros=zeros)
-        return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)
+        return shelf.function(
+            "empty_cache", make, *sizes, out_shardings=self.place.cache(self.model_config)
+        )
 
     def _cache_sizes(self, num_pages: int, num_slots: int | None = None) -> tuple[Any, ...]:
         """Return the arguments of `empty_cache`, for each model that has keys and values.
@@ -307,8 +325,10 @@ def _build(
         models = [PlacedModel.of(spec, part_params, part) for part_params, part in pairs]
     first = models[0]
     if model_config.num_recurrent_layers:
-        spec = replace(spec, num_snapshots=_num_snapshots(first))
-        models = [first := replace(first, spec=spec)]
+        number = min(map(_num_snapshots, models))
+        spec = replace(spec, num_snapshots=_agreed_number(number, group))
+        models = [replace(model, spec=spec) for model in models]
+        first = models[0]
     if group is not None:
         from jaxserve.execution.processes import check_alike
 
@@ -379,9 +399,16 @@ def _build(
 
         built = [
             DeviceStage(
-                program, part_params, cache, config.num_host_pages, samples=part is parts[-1]
+                program,
+                part_params,
+                cache,
+                config.num_host_pages,
+                samples=model is models[-1],
+                snapshots=model.new_snapshots(program.shelf),
             )
-            for program, part_params, cache, part in zip(programs, own, caches, parts, strict=True)
+            for model, program, part_params, cache in zip(
+                models, programs, own, caches, strict=True
+            )
         ]
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         width, most = model_config.hidden_size, stages.micro_batches
@@ -447,9 +474,9 @@ def _shards_on_this_host(place: Placement, group: ProcessGroup | None) -> int:
     return sum(num for name, num in group.all_gather((host, num_own)) if name == host)
 
 
-def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
-    """Return the number of pages that fits on every process."""
-    return num_pages if group is None else min(group.all_gather(num_pages))
+def _agreed_number(number: int, group: ProcessGroup | None) -> int:
+    """Return the number of pages, or of snapshots, that fits on every process."""
+    return number if group is None else min(group.all_gather(number))
 
 
 def build_groups(

@@ -95,9 +95,9 @@ TABLE = (
     ),
     Exclusion(
         lambda setting: setting.options.max_adapters,
-        ("mesh", "placed", "encoder", "recurrent", "quantised"),
+        ("mesh", "placed", "encoder", "quantised"),
         "max_adapters={options.max_adapters} is not supported for {name}; omit it, or serve a "
-        "decoder with dense weights and attention alone on one device (docs/adapters.md)",
+        "decoder with dense weights on one device (docs/adapters.md)",
     ),
     Exclusion(
         lambda setting: setting.options.draft_model is not None,
@@ -131,9 +131,9 @@ TABLE = (
     ),
     Exclusion(
         lambda setting: setting.model_config and setting.model_config.num_recurrent_layers,
-        ("stages", "groups", "processes", "tensor"),
-        "{name} for a model with recurrent layers: their states are on one device; omit mesh, or "
-        "pass one with a data axis alone",
+        ("groups",),
+        "{name} for a model with recurrent layers, whose states are not handed over; omit mesh, or "
+        "pass one for both prompts and answers",
     ),
 )
 

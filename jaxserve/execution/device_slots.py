@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -178,17 +178,20 @@ class DeviceStates:
     def __init__(
         self,
         config: EngineConfig,
-        place: jax.sharding.Sharding,
+        places: KVCache,  # the shardings of the cache
         shelf: Shelf,
         snapshots: KVCache | None = None,
     ):
         self._config = config
         self.snapshots = snapshots
-        copy = partial(shelf.function, donate_argnums=0, out_shardings=place)
+        copy = partial(shelf.function, donate_argnums=0, out_shardings=places)
         self._save = copy("save_state", copy_entry)
         self._restore = copy("restore_state", copy_entry)
         self._move = shelf.function(
-            "move_states", move_states, donate_argnums=0, out_shardings=place
+            "move_states",
+            partial(move_states, places=cast(Any, places.states)),
+            donate_argnums=0,
+            out_shardings=places.states,
         )
 
     def save(self, pages: DevicePages, copies: Iterable[StateCopy]) -> None:

@@ -7,7 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any, cast, final
 
@@ -266,7 +266,7 @@ class GroupMaker:
             config,
             programs,
             _shapes(params, shardings),
-            jax.tree.map(partial(_shape, model.place.pages), cache),
+            _shapes(cache, model.place.cache(model.model_config)),
             strict=self.spec.options.strict,
             takes_masks=self.spec.takes_masks,
         )
@@ -412,12 +412,15 @@ def _trial_s(num_bytes: int, source: Mesh, target: Mesh) -> float:
     return seconds
 
 
-def _shape(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _shapes(tree: Any, shardings: Any) -> Any:
+    """Return the shapes of a tree's arrays; `shardings` is a prefix of it."""
 
+    def placed(sharding: jax.sharding.Sharding, part: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        )
 
-def _shapes(params: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: _shape(sharding, leaf), params, shardings)
+    return jax.tree.map(placed, shardings, tree)
 
 
 def meshes_of(groups: DeviceGroups) -> list[Mesh]:

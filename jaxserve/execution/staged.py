@@ -285,6 +285,8 @@ class StagedExecutor(StepExecutor):
     def _warm_edits(self) -> None:
         for stage in self._stages:
             stage.slots.warm_up(takes_masks=self._takes_masks)
+            for _, prepare in stage.states.preparations(stage.pages):
+                prepare()
 
     def _warm_copies(self) -> None:
         for stage in self._stages:

@@ -122,7 +122,8 @@ class DeviceStage:
             programs.config, programs.place.whole, programs.shelf, looks_up=samples
         )
         self.pages = DevicePages(cache, programs.place.pages, num_host_pages, programs.shelf)
-        self.states = DeviceStates(programs.config, programs.place.pages, programs.shelf, snapshots)
+        places = programs.place.cache(programs.model_config)
+        self.states = DeviceStates(programs.config, places, programs.shelf, snapshots)
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:

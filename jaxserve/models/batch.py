@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -18,7 +18,7 @@ from jaxserve.kernels import RopeTables, Rows, paged_attention, rotate_and_write
 from jaxserve.kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.config import DecoderConfig, LayerKind
-from jaxserve.models.recurrence import Advance, Arrays, Inputs, State, advance_rows
+from jaxserve.models.recurrence import Advance, Arrays, Inputs, advance_rows
 from jaxserve.sharding.shards import TENSOR, over_tensor
 
 # How arrays are split over a mesh: heads [tokens, heads, ...], pages [layers, pages, heads, ...].
@@ -131,8 +131,10 @@ class KVCache:
     # other pages.
     k_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
     v_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
-    # The states of recurrent layers, [layers, slots, ...] each; empty without such layers.
-    states: tuple[State, ...] = ()
+    # The arrays of the states of recurrent layers, by name; empty without such layers.
+    states: Mapping[str, tuple[Shaped[Array, "layers slots ..."], ...]] = field(
+        default_factory=dict
+    )
 
     @property
     def num_pages(self) -> int:
@@ -144,24 +146,29 @@ class KVCache:
 
     @property
     def pages(self) -> KVCache:
-        return replace(self, states=())
+        return replace(self, states={})
 
     def layer(self, kind: LayerKind, index: int) -> KVCache:
         """Return the part of the cache for a layer with its own buffer."""
         own = self.buffer(index) if kind in ("attention", "both") else KVCache((), ())
-        states = self.states[index : index + 1] if kind in ("recurrent", "both") else ()
-        return replace(own, states=states)
+        if kind in ("recurrent", "both"):
+            states = {name: each[index : index + 1] for name, each in self.states.items()}
+            own = replace(own, states=states)
+        return own
 
     def with_layer(self, kind: LayerKind, index: int, part: KVCache) -> KVCache:
         new = self.with_buffer(index, part) if kind in ("attention", "both") else self
         if kind in ("recurrent", "both"):
-            states = *self.states[:index], *part.states, *self.states[index + 1 :]
+            states = {
+                name: (*each[:index], *part.states[name], *each[index + 1 :])
+                for name, each in self.states.items()
+            }
             new = replace(new, states=states)
         return new
 
     def buffer(self, index: int) -> KVCache:
         own = (leaves[index : index + 1] for leaves in self._fields)
-        return KVCache(*own, states=())
+        return KVCache(*own, states={})
 
     def with_buffer(self, index: int, part: KVCache) -> KVCache:
         replaced = (
@@ -261,20 +268,22 @@ class KVCache:
     ) -> tuple[Float[Array, "tokens ..."], KVCache]:
         """Advance a batch's sequences in a recurrent layer; return outputs and the new cache."""
         assert batch.slot is not None, "a batch of a model without recurrent layers"
-        buffer, index = (0, layer) if len(self.states) == 1 else (layer, 0)
+        buffer, index = (0, layer) if len(self.states[min(names)]) == 1 else (layer, 0)
         if not isinstance(buffer, int):
             raise TypeError("a traced layer needs a cache with one buffer for all layers")
-        whole = self.states[buffer]
         out, own = advance_rows(
             advance,
             inputs,
-            {name: whole[name] for name in names},
+            {name: self.states[name][buffer] for name in names},
             index,
             batch.slot,
             batch.rows,
             is_decode=batch.max_query_length == 1,
         )
-        states = *self.states[:buffer], {**whole, **own}, *self.states[buffer + 1 :]
+        states = {
+            name: (*each[:buffer], own[name], *each[buffer + 1 :]) if name in own else each
+            for name, each in self.states.items()
+        }
         return out, replace(self, states=states)
 
     @property
@@ -354,7 +363,7 @@ def _write(
         **scales,
         implementation=batch.implementation if batch.implementation in WRITERS else None,
     )
-    return q, KVCache(*(() if each is None else (each,) for each in written), states=())
+    return q, KVCache(*(() if each is None else (each,) for each in written), states={})
 
 
 def _read(
@@ -411,23 +420,32 @@ def empty_cache(
         return tuple(zeros(shape, dtype) for _ in range(count))
 
     state_buffers, stacked = split(config.num_recurrent_layers)
-
-    def state() -> State:
-        arrays = state_arrays(config).items()
-        return {name: zeros((stacked, num_slots, *own), kind) for name, (own, kind) in arrays}
-
     return KVCache(
         k_pages=made(buffers, shape, dtype),
         v_pages=made(buffers, shape, dtype),
         k_scales=made(scale_buffers, shape[:-1], jnp.float32),
         v_scales=made(scale_buffers, shape[:-1], jnp.float32),
-        states=tuple(state() for _ in range(state_buffers)),
+        states={
+            name: made(state_buffers, (stacked, num_slots, *own), kind)
+            for name, (own, kind) in state_arrays(config).items()
+        },
     )
 
 
 def state_arrays(config: DecoderConfig) -> Arrays:
     """Return shape and dtype of each array that a recurrent layer keeps of a sequence."""
     return {} if config.recurrence is None else config.recurrence.arrays(config.dtype)
+
+
+def split_states(config: DecoderConfig, num_shards: int) -> dict[str, bool]:
+    """Return of which arrays of a state each tensor shard has a part, along the first axis.
+
+    These are the memories, whose heads or channels are independent, if the shards divide them.
+    """
+    return {
+        name: name == "memory" and shape[0] % num_shards == 0
+        for name, (shape, _) in state_arrays(config).items()
+    }
 
 
 @final

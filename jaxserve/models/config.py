@@ -500,12 +500,8 @@ def kinds_by_name(
 
 def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
     """Raise InvalidConfigError if `mesh` does not divide the model, naming sizes that would."""
-    tensor = mesh.shape.get("tensor", 1)
-    if config.num_recurrent_layers and tensor > 1:
-        raise InvalidConfigError(
-            f"tensor={tensor} for a model with recurrent layers: their states are on one device; "
-            "omit mesh, or pass one with a data axis alone"
-        )
+    if not config.num_attention_layers:  # channels of recurrent layers need not be divided
+        return
     try:
         check_tensor_axis(
             mesh,

@@ -18,6 +18,7 @@ from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Arrays, Inputs, State
 from jaxserve.models.weights import Weight
+from jaxserve.sharding.shards import whole
 
 
 def check_kernel_size(size: int) -> None:
@@ -98,11 +99,11 @@ class GatedConvolution(nnx.Module):
         self.sizes = sizes = config.recurrence
         self.dtype = config.dtype
         embed, channels = config.hidden_size, sizes.channels
-        self.project = new.weight(("embed", None, None), (embed, 3, channels))
+        self.project = new.weight(("embed", None, "channels"), (embed, 3, channels))
         self.convolution = CausalConvolution(
             sizes.kernel_size, channels, new, has_bias=sizes.has_bias
         )
-        self.out = new.weight((None, "embed"), (channels, embed))
+        self.out = new.weight(("channels", "embed"), (channels, embed))
         self.bproject = new.zeros((None, None), (3, channels)) if sizes.has_bias else None
         self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
 
@@ -110,7 +111,7 @@ class GatedConvolution(nnx.Module):
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
-        projected = Linear(self.project, self.bproject)(x, context.adapter)
+        projected = whole(Linear(self.project, self.bproject)(x, context.adapter))
         b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
         y = context.recur(self._advance, {"inputs": b * x}, self.sizes.arrays(self.dtype))
         gated = (c.astype(jnp.float32) * y).astype(self.dtype)

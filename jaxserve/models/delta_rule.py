@@ -28,6 +28,7 @@ from jaxserve.models.convolution import CausalConvolution, check_kernel_size
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
+from jaxserve.sharding.shards import whole
 
 _LENGTH_EPS = 1e-6  # the number that is added to the square of a length
 
@@ -100,10 +101,11 @@ class DeltaRuleMixer(nnx.Module):
         self.dtype, self.eps = config.dtype, config.norm_eps
         embed, heads = config.hidden_size, (sizes.num_key_heads, sizes.group)
         wide = new.with_dtype("float32")
-        self.project = new.weight(("embed", None), (embed, sizes.channels + sizes.inner))
+        width = sizes.channels + sizes.inner
+        self.project = new.weight(("embed", "channels"), (embed, width))
         self.rates = new.weight(("embed", None, None, None), (embed, 2, *heads))
         self.convolution = CausalConvolution(sizes.kernel_size, sizes.channels, new, has_bias=False)
-        self.out = new.weight((None, "embed"), (sizes.inner, embed))
+        self.out = new.weight(("channels", "embed"), (sizes.inner, embed))
         self.scale = new.ones((None,), (sizes.value_dim,))
         self.a_log = wide.zeros((None, None), heads)
         self.step_bias = wide.ones((None, None), heads)
@@ -113,8 +115,8 @@ class DeltaRuleMixer(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes = self.sizes
-        projected = Linear(self.project)(x, context.adapter)
-        qkv, gate = jnp.split(projected, [sizes.channels], axis=-1)
+        projected = whole(Linear(self.project)(x, context.adapter))
+        qkv, gate = whole(jnp.split(projected, [sizes.channels], axis=-1))
         inputs = {"qkv": qkv, "rates": Linear(self.rates)(x, context.adapter)}
         y = context.recur(self._advance, inputs, sizes.arrays(self.dtype))
         return Linear(self.out)(self._gated_norm(y, gate), context.adapter)
@@ -133,7 +135,8 @@ class DeltaRuleMixer(nnx.Module):
     ) -> tuple[Float32[Array, "tokens inner"], State]:
         sizes, qkv = self.sizes, inputs["qkv"]
         convolved, window = self.convolution(state["window"], qkv, count)
-        q, k, v = jnp.split(jax.nn.silu(convolved), [sizes.keys, 2 * sizes.keys], axis=-1)
+        borders = [sizes.keys, 2 * sizes.keys]
+        q, k, v = whole(jnp.split(jax.nn.silu(convolved), borders, axis=-1))
         num_tokens, heads = qkv.shape[0], sizes.num_key_heads
         is_valid = (jnp.arange(num_tokens) < count)[:, None, None]
         rates = inputs["rates"].astype(jnp.float32)

@@ -88,11 +88,18 @@ def prefix_of(config: DecoderConfig) -> str:
 
 
 def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
-    """Return the source, with `prefix` before its names if it holds the bare model."""
+    """Return the source, with `prefix` before its names if it holds the bare model.
+
+    It replaces `model.`, which transformers 5 has in memory where Nemotron-H's files have
+    `backbone.`, and so PEFT has in adapters.
+    """
     names = source.shapes()
     if any(name.startswith(prefix) for name in names):
         return source
-    return _renamed(source, {n: n if n.startswith(_HEADS) else prefix + n for n in names})
+    return _renamed(
+        source,
+        {n: n if n.startswith(_HEADS) else prefix + n.removeprefix("model.") for n in names},
+    )
 
 
 def is_bare(source: WeightSource, config: DecoderConfig) -> bool:

@@ -29,6 +29,7 @@ from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
 from jaxserve.models.weights import Weight
+from jaxserve.sharding.shards import whole
 
 
 @final
@@ -101,11 +102,11 @@ class Mamba2Mixer(nnx.Module):
         embed, inner, heads = config.hidden_size, sizes.inner, sizes.num_heads
         width = inner + sizes.channels + heads
         wide = new.with_dtype("float32")
-        self.project = new.weight(("embed", None), (embed, width))
+        self.project = new.weight(("embed", "channels"), (embed, width))
         self.convolution = CausalConvolution(
             sizes.kernel_size, sizes.channels, new, has_bias=sizes.has_conv_bias
         )
-        self.out = new.weight((None, "embed"), (inner, embed))
+        self.out = new.weight(("channels", "embed"), (inner, embed))
         self.scale = None if sizes.norm is None else new.ones((None,), (inner,))
         self.a_log = wide.zeros((None,), (heads,))
         self.skip = wide.ones((None,), (heads,))
@@ -119,15 +120,14 @@ class Mamba2Mixer(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes = self.sizes
-        projected = Linear(self.project, self.bproject)(x, context.adapter)
+        projected = whole(Linear(self.project, self.bproject)(x, context.adapter))
         if sizes.factors is not None:
             states = sizes.num_groups * sizes.state_size
             widths = (sizes.inner, sizes.inner, states, states, sizes.num_heads)
             factors = np.repeat(np.asarray(sizes.factors, np.float32), widths)
             projected = (projected.astype(jnp.float32) * factors).astype(self.dtype)
-        gate, inputs, step = jnp.split(
-            projected, [sizes.inner, sizes.inner + sizes.channels], axis=-1
-        )
+        borders = [sizes.inner, sizes.inner + sizes.channels]
+        gate, inputs, step = whole(jnp.split(projected, borders, axis=-1))
         y = context.recur(self._advance, {"inputs": inputs, "step": step}, sizes.arrays(self.dtype))
         gated = self._gated_norm(y, gate.astype(jnp.float32)).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, context.adapter)
@@ -153,11 +153,8 @@ class Mamba2Mixer(nnx.Module):
         sizes = self.sizes
         num_tokens = inputs["inputs"].shape[0]
         convolved, window = self.convolution(state["window"], inputs["inputs"], count)
-        x, b, c = jnp.split(
-            jax.nn.silu(convolved),
-            [sizes.inner, sizes.inner + sizes.num_groups * sizes.state_size],
-            axis=-1,
-        )
+        borders = [sizes.inner, sizes.inner + sizes.num_groups * sizes.state_size]
+        x, b, c = whole(jnp.split(jax.nn.silu(convolved), borders, axis=-1))
         step = jax.nn.softplus(inputs["step"].astype(jnp.float32) + self.step_bias[...])
         step = jnp.clip(step, sizes.min_step, sizes.max_step)
         step = jnp.where(jnp.arange(num_tokens)[:, None] < count, step, 0.0)

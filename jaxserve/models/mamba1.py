@@ -28,6 +28,7 @@ from jaxserve.models.norms import RMSNorm, UnitRMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.recurrence import Arrays, Inputs, State
 from jaxserve.models.weights import Weight
+from jaxserve.sharding.shards import whole
 
 
 @final
@@ -89,13 +90,13 @@ class Mamba1Mixer(nnx.Module):
         embed, inner = config.hidden_size, sizes.inner
         widths = sizes.step_rank, sizes.state_size, sizes.state_size
         wide = new.with_dtype("float32")
-        self.project = new.weight(("embed", None), (embed, 2 * inner))
+        self.project = new.weight(("embed", "channels"), (embed, 2 * inner))
         self.convolution = CausalConvolution(
             sizes.kernel_size, inner, new, has_bias=sizes.has_conv_bias
         )
         self.select = new.weight((None, None), (inner, sum(widths)))
         self.step = new.weight((None, None), (sizes.step_rank, inner))
-        self.out = new.weight((None, "embed"), (inner, embed))
+        self.out = new.weight(("channels", "embed"), (inner, embed))
         self.a_log = wide.zeros((None, None), (inner, sizes.state_size))
         self.skip = wide.ones((None,), (inner,))
         self.step_bias = wide.zeros((None,), (inner,))
@@ -112,10 +113,11 @@ class Mamba1Mixer(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         sizes, adapter = self.sizes, context.adapter
-        x, gate = jnp.split(Linear(self.project, self.bproject)(x, adapter), 2, axis=-1)
+        projected = whole(Linear(self.project, self.bproject)(x, adapter))
+        x, gate = whole(jnp.split(projected, 2, axis=-1))
         # The convolution advances its window, and then the scan its memory.
         window, memory = ({name: own} for name, own in sizes.arrays(self.dtype).items())
-        x = context.recur(self._convolve, {"x": x}, window).astype(self.dtype)
+        x = whole(context.recur(self._convolve, {"x": x}, window).astype(self.dtype))
         borders = (sizes.step_rank, sizes.step_rank + sizes.state_size)
         step, b, c = jnp.split(Linear(self.select)(x, adapter), borders, axis=-1)
         if sizes.norm is not None:

@@ -131,7 +131,7 @@ def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
 
     def part(of: slice) -> KVCache:
         return KVCache(
-            cache.k_pages[of], cache.v_pages[of], cache.k_scales[of], cache.v_scales[of], ()
+            cache.k_pages[of], cache.v_pages[of], cache.k_scales[of], cache.v_scales[of], {}
         )
 
     return replace(part(slice(-num_last)), states=cache.states), part(slice(-num_last, None))

@@ -103,7 +103,7 @@ class Programs:
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         follow = partial(read, drafting=drafting)
-        whole, pages = place.whole, place.pages
+        whole, cache = place.whole, place.cache(model_config)
         self.mixed_body = StepFunction(
             "mixed_body",
             follow(mixed.mixed_body),
@@ -111,7 +111,7 @@ class Programs:
             flattens=True,
             packs=True,
             donate_argnames="cache",
-            out_shardings=(pages, whole, whole, whole),
+            out_shardings=(cache, whole, whole, whole),
         )
         head = partial(
             StepFunction,
@@ -131,7 +131,7 @@ class Programs:
             packs=True,
             donate_argnames=("cache", "slots"),
             static_argnames=("variant", "num_proposed"),
-            out_shardings=(pages, whole, whole),
+            out_shardings=(cache, whole, whole),
             compiler_options=loop_options(place, config.graph_loops, store),
         )
         self.prompt_logprobs = StepFunction(
@@ -148,11 +148,11 @@ class Programs:
         self.score_labels = StepFunction(
             "score_labels", bind(mixed.score_labels), shelf, flattens=True, out_shardings=whole
         )
-        self.stage = StagePrograms(graphdef, config, place, shelf)
+        self.stage = StagePrograms(graphdef, config, whole, cache, shelf)
         self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
         self.encode = jax.jit(partial(encoding.encode, graphdef=graphdef), out_shardings=whole)
         self.write_encoded = jax.jit(
-            bind(encoding.write_encoded), donate_argnames="cache", out_shardings=pages
+            bind(encoding.write_encoded), donate_argnames="cache", out_shardings=cache
         )
         self.no_outputs = jax.jit(
             no_outputs,
@@ -408,7 +408,8 @@ class Programs:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
             )
 
-        return at(self.place.pages, cache), at(self.place.whole, slots)
+        places = self.place.cache(self.model_config)
+        return jax.tree.map(at, places, cache), at(self.place.whole, slots)
 
     def _incoming(self, cache: KVCache) -> IncomingPages | None:
         """Return abstract pages, as the largest mixed step brings; None if steps bring none."""
@@ -477,10 +478,14 @@ class StagePrograms:
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, config: EngineConfig, place: Placement, shelf: Shelf
+        self,
+        graphdef: nnx.GraphDef,
+        config: EngineConfig,
+        whole: jax.sharding.Sharding,  # of slots and outputs
+        cache: Any,  # the shardings of the cache
+        shelf: Shelf,
     ):
         bind = partial(partial, graphdef=graphdef, config=config)
-        whole = place.whole
         self.decode = StepFunction(
             "stage_decode",
             bind(stages.decode),
@@ -488,7 +493,7 @@ class StagePrograms:
             flattens=True,
             packs=True,
             donate_argnames="cache",
-            out_shardings=(place.pages, whole),
+            out_shardings=(cache, whole),
         )
         self.append = StepFunction(
             "stage_append",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -156,12 +156,19 @@ def _moved(
 
 
 def move_states(
-    states: Any,  # `KVCache.states`, [layers, slots, ...] each
+    states: Any,  # `KVCache.states`
     source: Int32[Array, " moves"],
     target: Int32[Array, " moves"],
+    *,
+    places: Mapping[str, jax.sharding.Sharding],  # of the arrays of each name
 ) -> Any:
     """Copy the states of recurrent layers between slots, as `move` does with the slots."""
-    return move_pages(states, source, target)
+    specs = {
+        name: place.spec if isinstance(place, jax.sharding.NamedSharding) else P()
+        for name, place in places.items()
+    }
+    moved = over_tensor(move_pages, in_specs=(specs, P(), P()), out_specs=specs)
+    return moved(states, source, target)
 
 
 def copy_entry(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self, final
+from typing import Any, Self, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jaxserve.core.stalls import STALLS
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.cpu_targets import target_names
 from jaxserve.kernels.versions import kept_arguments
+from jaxserve.models.batch import KVCache, split_states
+from jaxserve.models.config import DecoderConfig
 from jaxserve.sharding.rules import replicated
 from jaxserve.sharding.shards import TENSOR
 from jaxserve.steps.executable_store import (
@@ -52,7 +54,8 @@ class Placement:
 
     mesh: Mesh | None  # None on one device
     whole: Sharding  # sharding of slots and outputs, a copy on every device
-    pages: Sharding  # sharding of the cache, its KV heads split over the mesh's `tensor` axis
+    # Sharding of pages, and of split states: their heads are split over the mesh's `tensor` axis.
+    pages: Sharding
 
     @classmethod
     def like(cls, sharding: Sharding) -> Placement:
@@ -67,6 +70,15 @@ class Placement:
     def num_shards(self) -> int:
         """Return the number of parts that the KV heads are split into."""
         return 1 if self.mesh is None else self.mesh.shape.get(TENSOR, 1)
+
+    def cache(self, config: DecoderConfig) -> KVCache:
+        """Return the shardings of a model's cache, a tree prefix of it."""
+        states = {
+            name: self.pages if is_split else self.whole
+            for name, is_split in split_states(config, self.num_shards).items()
+        }
+        pages: Any = self.pages
+        return KVCache(pages, pages, pages, pages, cast(Any, states))
 
     def in_force(self) -> AbstractContextManager[Any]:
         """Return the context in which executables are traced and called."""

@@ -37,14 +37,11 @@ RECURRENT = SimpleNamespace(has_encoder=False, num_recurrent_layers=1)
         (dict(disk_memory="1MB"), dict(num_processes=2), "several processes .* pass no disk_mem"),
         ({}, dict(has_probe=True, mesh=STAGES), "probe= .* omit the probe"),
         ({}, dict(has_probe=True, num_processes=2), "probe= .* omit the probe"),
-        ({}, dict(model_config=RECURRENT, mesh=STAGES), "^stages for a model with recurrent"),
-        ({}, dict(model_config=RECURRENT, num_processes=2), "^2 processes for a model with recur"),
         (
             {},
             dict(model_config=RECURRENT, mesh=make_groups(encode=1, decode=1)),
             "^2 device groups for a model",
         ),
-        ({}, dict(model_config=RECURRENT, mesh=make_mesh(tensor=2)), "^a mesh with tensor=2 for"),
         (
             dict(quantize="int8"),
             dict(is_function=True),
@@ -64,9 +61,9 @@ def test_what_does_not_go_together_is_refused(
         check_together(Setting(options=parsed, **more))
 
 
-def test_a_data_axis_goes_with_recurrent_layers():
-    """Each replica has its own states."""
-    mesh = make_mesh(data=2)
+def test_a_mesh_without_stages_goes_with_recurrent_layers():
+    """Each replica has its own states, and each shard all of them."""
+    mesh = make_mesh(data=2, tensor=2)
     check_together(Setting(options=RuntimeOptions(), model_config=RECURRENT, mesh=mesh))
 
 

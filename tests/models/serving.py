@@ -78,7 +78,7 @@ class Server:
         self._cache = jax.tree.map(
             lambda x: x.at[:, 0].set(garbage[jnp.issubdtype(x.dtype, jnp.floating)]), self._cache
         )
-        self._cache = jax.device_put(self._cache, self._place.pages)
+        self._cache = jax.device_put(self._cache, self._place.cache(config))
         order = np.random.default_rng(3).permutation(np.arange(1, pages, dtype=np.int32))
         self._tables = order.reshape(NUM_SEQUENCES, -1)
         self._lengths = [0] * NUM_SEQUENCES

@@ -35,7 +35,6 @@ class Checkpoint:
     folder: str
     model: torch.nn.Module
     answers: list[list[int]]  # of each prompt alone
-    has_states: bool  # whether it has recurrent layers
 
 
 def _answers(folder: str, prompts=tuple(PROMPTS), params=PARAMS, **options) -> list[list[int]]:
@@ -56,8 +55,7 @@ def checkpoint(request, tmp_path_factory):
     model = write_checkpoint(request.param, tmp_path_factory.getbasetemp() / folder)
     with Runtime.from_pretrained(folder, **OPTIONS) as rt:
         answers = [list(rt.generate(prompt, PARAMS).token_ids) for prompt in PROMPTS]
-        has_states = rt.model_config.num_recurrent_layers > 0
-    return Checkpoint(request.param, folder, model, answers, has_states)
+    return Checkpoint(request.param, folder, model, answers)
 
 
 def test_alone(checkpoint):
@@ -89,11 +87,7 @@ def test_after_preemption(checkpoint):
 
 
 def test_on_two_devices(checkpoint):
-    """A mesh splits heads, inner sizes and the vocabulary; states are on one device."""
-    if checkpoint.has_states:
-        with pytest.raises(InvalidConfigError, match="tensor=2.*recurrent layers"):
-            _answers(checkpoint.folder, mesh=make_mesh(tensor=2))
-        return
+    """A mesh splits heads, inner sizes, channels and the vocabulary; states are on all devices."""
     _assert_greedy(checkpoint.model, _answers(checkpoint.folder, mesh=make_mesh(tensor=2)))
 
 
@@ -104,14 +98,7 @@ def test_in_eight_bits(checkpoint):
 
 
 def test_with_an_adapter(checkpoint, tmp_path):
-    """Answers are those of PyTorch's model with the adapter's merged weights.
-
-    Models with recurrent layers have merged adapters only (tests/models/test_merging.py).
-    """
-    if checkpoint.has_states:
-        with pytest.raises(InvalidConfigError, match="max_adapters.*recurrent layers"):
-            _answers(checkpoint.folder, max_adapters=1)
-        return
+    """Answers are those of PyTorch's model with the adapter's merged weights."""
     name, model = checkpoint.name, checkpoint.model
     tensors = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     rng = np.random.default_rng(2)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import Runtime, sharding
+from jaxserve import Runtime, SamplingParams, sharding
 from jaxserve.sharding import processes
 from jaxserve.testing import tiny
 from tests.common.processes import HEED_INTERRUPTS, one_device_environment
@@ -43,6 +43,22 @@ else:
 time.sleep(600)
 """
 HANGS = (sys.executable, "-c", _HANGS)
+BAMBA = dict(
+    model_type="bamba",
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    attn_layer_indices=[1],
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    mamba_n_heads=6,
+    mamba_n_groups=2,
+    mamba_d_head=16,
+    mamba_d_state=10,
+    mamba_d_conv=3,
+    max_position_embeddings=256,
+)
 CONFIG = tiny.CONFIG | {"num_hidden_layers": 1, "max_position_embeddings": 1 << 14}
 
 
@@ -240,10 +256,13 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def _launch(folder: str, *arguments: str, devices: int = 1) -> subprocess.Popen[str]:
+def _launch(
+    folder: str, *arguments: str, devices: int = 1, slots: int = 1
+) -> subprocess.Popen[str]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     environ = {} if devices == 1 else {"XLA_FLAGS": flags}
-    fixed = ("--model", folder, "--load", "random", "--max-slots", "1", "--raw", "--ignore-eos")
+    fixed = ("--model", folder, "--load", "random", "--raw", "--ignore-eos")
+    fixed = (*fixed, "--max-slots", str(slots))
     return _start(LAUNCH_LOCAL, "2", *CLI, "generate", *arguments, *fixed, **environ)
 
 
@@ -273,6 +292,26 @@ def test_the_launched_command_answers_once(folder, tmp_path):
     assert [json.loads(line)["output_tokens"] for line in out.splitlines()] == [2]
     assert "Traceback" not in said + rest
     assert _group_is_gone(launched)
+
+
+@pytest.mark.release
+def test_states_of_recurrent_layers_are_split_over_processes(tmp_path):
+    """Prompts that begin alike, in two slots, continue from states; tokens are one process's."""
+    (tmp_path / "config.json").write_text(json.dumps(BAMBA))
+    first = list(range(5, 45))
+    prompts = [first, [*first, 7, 8, 9], [*first, 3], first[:20]]
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    options = dict(load="random", max_slots=2, progress=False)
+    with Runtime.from_pretrained(tmp_path, **options) as rt:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        wanted = [list(answer.token_ids) for answer in rt.generate(prompts, params)]
+        assert rt.stats().num_snapshots_restored > 0
+    jobs = ("--jsonl", str(tmp_path / "prompts.jsonl"), "--max-tokens", "12", "--temperature", "0")
+    launched = _launch(str(tmp_path), *jobs, "--tensor-parallel", "2", slots=2)
+    out, err = launched.communicate(timeout=240)
+    assert launched.returncode == 0, err
+    assert [json.loads(line)["token_ids"] for line in out.splitlines() if _is_ours(line)] == wanted
 
 
 @pytest.mark.release

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
@@ -17,6 +20,7 @@ from jaxserve.execution.sizes import nbytes
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.store import load_model
 from jaxserve.sharding import StagePlan, make_groups, make_mesh
+from jaxserve.steps.step_function import Placement
 from jaxserve.testing import OPTIONS, RecordingExecutor, WrapAll, tiny_llama
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
@@ -239,8 +243,6 @@ def test_states_that_do_not_fit_are_named(bamba, tmp_path):
 @pytest.mark.parametrize(
     ("options", "mesh", "message"),
     [
-        ({}, lambda: make_mesh(tensor=2), "tensor=2"),
-        ({}, lambda: StagePlan.of([2, 1]), "stages"),
         (dict(policy="exegpt_waa_c"), lambda: make_groups(encode=1, decode=1), "2 device groups"),
         (dict(host_memory="1MB"), lambda: None, "host_memory"),
         (dict(disk_memory="1MB", host_memory="1MB"), lambda: None, "disk_memory"),
@@ -255,6 +257,55 @@ def test_what_states_cannot_have_is_refused(bamba, options, mesh, message):
 def test_a_model_without_states_keeps_none():
     with pytest.raises(InvalidConfigError, match="state_memory='1MB'.*without recurrent.*omit"):
         Runtime(tiny_llama(), state_memory="1MB", **OPTIONS)
+
+
+def test_on_two_shards(bamba, bamba_answers):
+    """Each shard has half of the projections and memories; a second turn begins with a state."""
+    mesh = make_mesh(tensor=2)
+    params = nnx.to_pure_dict(load_model(bamba, mesh=mesh, progress=False).params)
+    mixer = params["blocks"][0]["mixer"]
+    split = [mixer[name].sharding.spec for name in ("project", "out")]
+    assert split == [P(None, "tensor"), P("tensor", None)]
+    config = load_model(bamba, progress=False).config
+    places = Placement.like(NamedSharding(mesh, P())).cache(config).states
+    assert [places[name].spec for name in ("window", "memory")] == [P(), P(None, None, "tensor")]
+    with Runtime.from_pretrained(bamba, mesh=mesh, **CHECKPOINT) as rt:
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == bamba_answers
+        turn = [*PROMPTS[2], *bamba_answers[2], 7]
+        second = _tokens(rt.generate([turn], PARAMS))
+        assert rt.stats().num_snapshots_restored > 0
+    with Runtime.from_pretrained(bamba, policy="orca", **CHECKPOINT) as rt:
+        assert second == _tokens(rt.generate([turn], PARAMS))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("cut", ["last", "first", "each"])
+def test_on_stages(checkpoint, cut):
+    """Also those without attention, and those without states; turns begin with a state of each."""
+    folder, wanted = checkpoint
+    num = json.loads((Path(folder) / "config.json").read_text())["num_hidden_layers"]
+    layers = {"last": [num - 1, 1], "first": [1, num - 1], "each": [1] * num}[cut]
+    strict = dict(warmup=True, strict=True) if cut == "last" else {}
+    with Runtime.from_pretrained(folder, mesh=StagePlan.of(layers), **CHECKPOINT | strict) as rt:
+        assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
+        turns = [[*PROMPTS[i], *wanted[i][:n], 7] for i, n in enumerate(LENGTHS)]
+        second = _tokens(rt.generate(turns, PARAMS))
+        assert rt.stats().num_snapshots_restored > 0
+        rt.check_integrity()
+    with Runtime.from_pretrained(folder, policy="orca", **CHECKPOINT) as rt:
+        assert second == _tokens(rt.generate(turns, PARAMS))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("options", [dict(quantize="int8"), dict(policy="s3"), dict(max_slots=3)])
+def test_options_on_two_shards(bamba, options):
+    """Quantised projections are split, too; slots that move bring their part of the states."""
+    given = CHECKPOINT | options
+    with Runtime.from_pretrained(bamba, **given) as rt:
+        wanted = _tokens(rt.generate(PROMPTS, EACH))
+    with Runtime.from_pretrained(bamba, mesh=make_mesh(tensor=2), **given) as rt:
+        assert _tokens(rt.generate(PROMPTS, EACH)) == wanted
+        rt.check_integrity()
 
 
 @pytest.mark.release

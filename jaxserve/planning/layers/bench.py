@@ -507,7 +507,8 @@ class ShardedLayer:
         )
 
     def _new_cache(self, num_pages: int) -> KVCache:
-        return jax.jit(partial(self._empty, num_pages), out_shardings=self._place.pages)()
+        places = self._place.cache(self._config)
+        return jax.jit(partial(self._empty, num_pages), out_shardings=places)()
 
     def _engine_config(self) -> EngineConfig:
         sizes = self._sizes
