@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.host import available_host_bytes
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -192,8 +192,11 @@ def plan_snapshots(
 ) -> int:
     """Return the number of snapshots of states, of `snapshot_bytes` each with its page.
 
-    By default there are two for each slot, up to a fraction of the free memory. Raises
-    DeviceMemoryError if the `wanted` bytes are not free.
+    By default there are two for each slot, up to a fraction of the free memory.
+
+    Raises:
+      DeviceMemoryError: the `wanted` bytes are not free.
+      InvalidConfigError: they do not hold one snapshot.
     """
     free = free_device_bytes(device)
     if wanted is None:
@@ -204,6 +207,11 @@ def plan_snapshots(
         raise DeviceMemoryError(
             f"state_memory={wanted_bytes:,} bytes do not fit on {device}, where {free:,} are free; "
             "give less"
+        )
+    if 0 < wanted_bytes < snapshot_bytes:
+        raise InvalidConfigError(
+            f"state_memory={wanted_bytes:,} bytes hold no state of this model, which takes "
+            f"{snapshot_bytes:,} with a page; give at least as many, or 0 to keep none"
         )
     return wanted_bytes // snapshot_bytes
 

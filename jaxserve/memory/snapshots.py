@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, final
+
+from jaxserve.core.errors import InvalidConfigError
 
 # Where a snapshot was taken: at the end of an answer or of a prompt, where a sequence was
-# preempted, or where a prompt went another way than an earlier one.
-SnapshotKind = Literal["end", "prompt", "preempted", "branch"]
+# preempted, where a prompt went another way than an earlier one, or at a multiple of some tokens.
+SnapshotKind = Literal["end", "prompt", "preempted", "branch", "grid"]
 # Uses that are counted one by one.
 _MANY_USES = 2
+# The least age, since values divide by it.
+_MOMENT_S = 1e-3
 
 
 class StateCopy(NamedTuple):
@@ -34,8 +38,11 @@ class Snapshot:
     Attributes:
       entry: where in the pool it is; None once it was evicted.
       num_uses: sequences that have begun with it.
-      page_key: key of the full pages before `position`; None while some tokens have not been read.
+      page_keys: keys after 0, 1, 2, ... full pages before `position`; empty while some tokens have
+        not been read.
       tail: the tokens after these pages.
+      parent: the longest other snapshot of a beginning of the same tokens.
+      children: snapshots of which this one is the parent.
     """
 
     entry: int | None
@@ -43,8 +50,23 @@ class Snapshot:
     kind: SnapshotKind
     used_s: float
     num_uses: int = 0
-    page_key: bytes | None = None
+    page_keys: Sequence[bytes] = ()
     tail: tuple[int, ...] = ()
+    parent: Snapshot | None = field(default=None, repr=False)
+    children: set[Snapshot] = field(default_factory=set, repr=False)
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """The tokens that its loss has computed again, since the parent is kept."""
+        return self.position - (0 if self.parent is None else self.parent.position)
+
+    def begins(self, other: Snapshot) -> bool:
+        """Whether the other's tokens begin with these; False also if that is not known."""
+        num_pages = len(self.page_keys) - 1
+        if num_pages >= len(other.page_keys) or self.page_keys[-1] != other.page_keys[num_pages]:
+            return False
+        rest = other.tail if num_pages == len(other.page_keys) - 1 else ()
+        return self.tail == rest[: len(self.tail)]
 
 
 @final
@@ -58,14 +80,23 @@ class ReuseRates:
     def __init__(self) -> None:
         self._reached: Counter[tuple[SnapshotKind, int]] = Counter()
         self._used: Counter[tuple[SnapshotKind, int]] = Counter()
+        self._num_used, self._ages_s = 0, 0.0
 
     def begin(self, snapshot: Snapshot) -> None:
         self._reached[_state_of(snapshot)] += 1
 
-    def use(self, snapshot: Snapshot) -> None:
+    def use(self, snapshot: Snapshot, now_s: float) -> None:
+        self._num_used += 1
+        self._ages_s += now_s - snapshot.used_s
+        snapshot.used_s = now_s
         self._used[_state_of(snapshot)] += 1
         snapshot.num_uses += 1
         self._reached[_state_of(snapshot)] += 1
+
+    @property
+    def mean_age_s(self) -> float:
+        """The mean time from one use of a snapshot to the next; 0 before any."""
+        return self._ages_s / max(1, self._num_used)
 
     def rate(self, snapshot: Snapshot) -> float:
         """Return the share that was used again of all that were like this one; 1/2 of none."""
@@ -77,26 +108,143 @@ def _state_of(snapshot: Snapshot) -> tuple[SnapshotKind, int]:
     return snapshot.kind, min(snapshot.num_uses, _MANY_USES)
 
 
+# ---- which states are kept ----
+
+
+class StateRetention(Protocol):
+    """Where states are copied, and which snapshot is evicted for another one.
+
+    Attributes:
+      kinds: the places at which a state is copied.
+    """
+
+    kinds: ClassVar[frozenset[SnapshotKind]]
+
+    @property
+    def grid_tokens(self) -> int | None:
+        """States are copied after multiples of this many tokens; None for no grid."""
+        ...
+
+    def victim(self, kept: Sequence[Snapshot], now_s: float, rates: ReuseRates) -> Snapshot:
+        """Return the one of at least one snapshot that is evicted."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class LearnedReuse:
+    """Keep the ends of prompts and answers, and where prompts part, by what a loss costs over time.
+
+    A snapshot is worth the tokens that its loss has computed again, times the share of such
+    snapshots that are used again, over the time since its last use; at least the mean time from one
+    use to the next, so that what is new does not push out what will soon come back.
+    """
+
+    kinds: ClassVar[frozenset[SnapshotKind]] = frozenset(("end", "prompt", "preempted", "branch"))
+    grid_tokens = None
+
+    def victim(self, kept: Sequence[Snapshot], now_s: float, rates: ReuseRates) -> Snapshot:
+        def value(snapshot: Snapshot) -> tuple[float, float]:
+            saved = rates.rate(snapshot) * snapshot.num_saved_tokens
+            return saved / max(_age_s(snapshot, now_s), rates.mean_age_s), snapshot.used_s
+
+        return min(kept, key=value)
+
+
+@final
+@dataclass(frozen=True)
+class Grid:
+    """Keep a state every `grid_tokens` tokens, the most recently used ones (vLLM's `align`).
+
+    A prompt is cut at the last multiple that a step reaches, and loops end at each of an answer.
+    """
+
+    grid_tokens: int = 512
+    kinds: ClassVar[frozenset[SnapshotKind]] = frozenset(("grid", "preempted"))
+
+    def __post_init__(self) -> None:
+        if self.grid_tokens < 1:
+            raise InvalidConfigError(
+                f"grid_tokens={self.grid_tokens} is not allowed; pass at least 1"
+            )
+
+    def victim(self, kept: Sequence[Snapshot], now_s: float, rates: ReuseRates) -> Snapshot:
+        return min(kept, key=lambda snapshot: snapshot.used_s)
+
+
+@final
+@dataclass(frozen=True)
+class Marconi:
+    """Keep branch points and the ends of answers, by recency and the work saved a byte.
+
+    Marconi (Pan et al., arXiv:2411.19379), sections 4.1 to 4.3: the utility is the recency 1 / age
+    plus `weight` times the work that a state saves beyond its parent, a byte of both; each is
+    scaled to 0 to 1 over all candidates. A state with two children or more is not evicted.
+
+    Assumed: work grows with the number of tokens alone; `weight` is given, where the paper replays
+    requests to find it; keys and values stay in the page cache, under its own eviction; states of
+    preempted sequences are kept, too.
+
+    Attributes:
+      state_tokens: the tokens whose keys and values take as many bytes as a state.
+    """
+
+    weight: float = 1.0
+    state_tokens: float = 2048.0
+    kinds: ClassVar[frozenset[SnapshotKind]] = frozenset(("end", "branch", "preempted"))
+    grid_tokens = None
+
+    def victim(self, kept: Sequence[Snapshot], now_s: float, rates: ReuseRates) -> Snapshot:
+        some = [each for each in kept if len(each.children) < 2] or kept
+        recency = _scaled([1 / _age_s(each, now_s) for each in some])
+        saved = [each.num_saved_tokens for each in some]
+        work = _scaled([num / (self.state_tokens + num) for num in saved])
+        utility = [r + self.weight * w for r, w in zip(recency, work, strict=True)]
+        return some[utility.index(min(utility))]
+
+
+def _age_s(snapshot: Snapshot, now_s: float) -> float:
+    return max(now_s - snapshot.used_s, _MOMENT_S)
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    """Return the values on a line from 0 for the least to 1 for the largest; 1 if all are equal."""
+    low, high = min(values), max(values)
+    return [(each - low) / (high - low) if high > low else 1.0 for each in values]
+
+
+# ---- the snapshots ----
+
+# The keys after 0, 1, 2, ... full pages, and all tokens up to a position.
+Prefix: TypeAlias = tuple[Sequence[bytes], Sequence[int]]
+
+
 @final
 class SnapshotCache:
-    """Finds snapshots by their tokens, and chooses which to evict.
+    """Finds snapshots by their tokens, and evicts those that a `StateRetention` names.
 
-    The least valuable is evicted first: the tokens that it saves, times the share of such snapshots
-    that are used again, over the time since its last use.
     A snapshot that the next plan copies into a slot is not evicted before that plan is made.
 
     Args:
       num_entries: entries of the pool.
     """
 
-    def __init__(self, num_entries: int, now: Callable[[], float]):
+    def __init__(
+        self,
+        num_entries: int,
+        page_size: int,
+        retention: StateRetention,
+        now: Callable[[], float],
+    ):
         self.num_entries = num_entries
+        self.retention = retention
         self.num_saved = self.num_restored = 0
+        self._page_size = page_size
         self._now = now
         self._rates = ReuseRates()
         self._free = list(range(num_entries))
         self._held: dict[int, Snapshot] = {}  # by entry
-        self._by_key: dict[bytes, list[Snapshot]] = {}
+        self._by_key: dict[bytes, list[Snapshot]] = {}  # by the last of `page_keys`
         # The copies to entries that the next plan makes, by entry.
         self._saves: dict[int, StateCopy] = {}
         self._locked: set[int] = set()
@@ -115,39 +263,50 @@ class SnapshotCache:
         self.num_saved += 1
         return snapshot
 
-    def name(
-        self, snapshot: Snapshot, position: int, page_key: bytes, tail: tuple[int, ...]
-    ) -> None:
+    def name(self, snapshot: Snapshot, prefix: Prefix) -> None:
         """Set the tokens of a snapshot, so that it is found; evict it if another has the same."""
         if snapshot.entry is None:
             return
-        others = self._by_key.setdefault(page_key, [])
-        same = next((each for each in others if each.tail == tail), None)
-        if same is not None:
-            same.used_s = self._now()
+        if self.renew(prefix):
             self.evict(snapshot)
             return
-        snapshot.position, snapshot.page_key, snapshot.tail = position, page_key, tail
-        others.append(snapshot)
+        page_keys, tokens = prefix
+        self._adopt(self.find(prefix), snapshot)
+        snapshot.position, snapshot.page_keys = len(tokens), page_keys
+        snapshot.tail = tuple(tokens[(len(page_keys) - 1) * self._page_size :])
+        for other in self._held.values():
+            is_between = other.num_saved_tokens > other.position - snapshot.position > 0
+            if is_between and snapshot.begins(other):
+                self._adopt(snapshot, other)
+        self._by_key.setdefault(page_keys[-1], []).append(snapshot)
         self._rates.begin(snapshot)
 
-    def find(self, page_key: bytes, tokens: Sequence[int]) -> Snapshot | None:
-        """Return the snapshot with the longest tail that `tokens` begin with, after these pages."""
-        found = None
-        for each in self._by_key.get(page_key, ()):
-            length = len(each.tail)
-            if (found is None or length > len(found.tail)) and each.tail == tuple(tokens[:length]):
-                found = each
-        return found
+    def renew(self, prefix: Prefix) -> bool:
+        """Return whether there is a snapshot of exactly these tokens, which counts as used now."""
+        found = self.find(prefix)
+        if found is None or found.position != len(prefix[1]):
+            return False
+        found.used_s = self._now()
+        return True
 
-    def has_key(self, page_key: bytes) -> bool:
-        return page_key in self._by_key
+    def find(self, prefix: Prefix) -> Snapshot | None:
+        """Return the snapshot of the most tokens that a prefix begins with."""
+        page_keys, tokens = prefix
+        for num_pages in range(len(page_keys) - 1, -1, -1):
+            start = num_pages * self._page_size
+            found = [
+                each
+                for each in self._by_key.get(page_keys[num_pages], ())
+                if each.tail == tuple(tokens[start : start + len(each.tail)])
+            ]
+            if found:
+                return max(found, key=lambda each: each.position)
+        return None
 
     def restore(self, snapshot: Snapshot) -> None:
         """Keep a snapshot until the next plan, which copies it into a slot."""
         assert snapshot.entry is not None
-        snapshot.used_s = self._now()
-        self._rates.use(snapshot)
+        self._rates.use(snapshot, self._now())
         self.num_restored += 1
         self._locked.add(snapshot.entry)
 
@@ -158,11 +317,14 @@ class SnapshotCache:
         self._saves.pop(snapshot.entry, None)
         del self._held[snapshot.entry]
         snapshot.entry = None
-        if snapshot.page_key is not None:
-            others = self._by_key[snapshot.page_key]
+        if snapshot.page_keys:
+            others = self._by_key[snapshot.page_keys[-1]]
             others.remove(snapshot)
             if not others:
-                del self._by_key[snapshot.page_key]
+                del self._by_key[snapshot.page_keys[-1]]
+        for child in list(snapshot.children):
+            self._adopt(snapshot.parent, child)
+        self._adopt(None, snapshot)
 
     def clear(self) -> None:
         for snapshot in list(self._held.values()):
@@ -181,18 +343,18 @@ class SnapshotCache:
         self._locked.clear()
         return saves
 
+    def _adopt(self, parent: Snapshot | None, child: Snapshot) -> None:
+        if child.parent is not None:
+            child.parent.children.discard(child)
+        child.parent = parent
+        if parent is not None:
+            parent.children.add(child)
+
     def _evict_one(self) -> bool:
-        now_s = self._now()
-        victims = (each for each in self._held.values() if each.entry not in self._locked)
-
-        def value(snapshot: Snapshot) -> tuple[float, float]:
-            age_s = max(now_s - snapshot.used_s, 1e-3)
-            return self._rates.rate(snapshot) * snapshot.position / age_s, snapshot.used_s
-
-        victim = min(victims, key=value, default=None)
-        if victim is not None:
-            self.evict(victim)
-        return victim is not None
+        kept = [each for each in self._held.values() if each.entry not in self._locked]
+        if kept:
+            self.evict(self.retention.victim(kept, self._now(), self._rates))
+        return bool(kept)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every entry is free or held, and every name is in place."""
@@ -200,8 +362,14 @@ class SnapshotCache:
         assert self._saves.keys() <= self._held.keys(), "a copy to an entry that is free"
         for entry, snapshot in self._held.items():
             assert snapshot.entry == entry, "a snapshot is in another entry"
-            named = self._by_key.get(snapshot.page_key, ()) if snapshot.page_key else [snapshot]
+            keys, parent = snapshot.page_keys, snapshot.parent
+            named = self._by_key.get(keys[-1], ()) if keys else [snapshot]
             assert snapshot in named, "a snapshot is not found by its key"
+            if parent is not None:
+                assert parent.entry is not None, "the parent was evicted"
+                assert parent.begins(snapshot) or parent.tail, "the parent has other tokens"
+                assert snapshot in parent.children and snapshot.num_saved_tokens > 0, "not a child"
+            assert all(each.parent is snapshot for each in snapshot.children), "another's child"
         named = [each for some in self._by_key.values() for each in some]
         assert all(each.entry is not None for each in named), "an evicted snapshot is found"
         assert all(self._by_key.values()), "a key without snapshots"

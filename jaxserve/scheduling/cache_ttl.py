@@ -10,6 +10,7 @@ from typing import ClassVar, final
 import numpy as np
 
 from jaxserve.memory.eviction import LRU, Eviction
+from jaxserve.memory.snapshots import LearnedReuse
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.policy import QueueView, ServiceOrder
 from jaxserve.scheduling.sequence import Sequence
@@ -59,6 +60,7 @@ class HeldForTools:
     holding: ToolTime = ToolTime()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = False
+    states = LearnedReuse()
     learns_reuse = False
     free_share = 0.0
 

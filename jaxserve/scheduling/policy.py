@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, final
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.eviction import Eviction
+from jaxserve.memory.snapshots import StateRetention
 from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.retention import Stateless
@@ -224,6 +225,11 @@ class Retention(Protocol):
     @property
     def eviction(self) -> Eviction:
         """Which pages go first."""
+        ...
+
+    @property
+    def states(self) -> StateRetention:
+        """Which states of recurrent layers are kept, if pages are."""
         ...
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from jaxserve.memory.eviction import LRU, CostOverTime, Eviction
+from jaxserve.memory.snapshots import LearnedReuse, StateRetention
 
 
 @final
@@ -15,6 +16,7 @@ class Stateless:
 
     keeps_pages: ClassVar[bool] = False
     uses_host: ClassVar[bool] = False
+    states = LearnedReuse()
     learns_reuse = False
     free_share = 0.0
     holding = None
@@ -30,6 +32,7 @@ class DeviceOnly:
     """Pensieve without its host tier (thesis, section 3.6.1): evicted pages are dropped."""
 
     eviction: Eviction = CostOverTime()
+    states: StateRetention = LearnedReuse()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = False
     learns_reuse = False
@@ -55,6 +58,7 @@ class Tiered:
     eviction: Eviction = CostOverTime()
     free_share: float = 0.25
     learns_reuse: bool = False
+    states: StateRetention = LearnedReuse()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True
     holding = None

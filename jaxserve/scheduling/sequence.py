@@ -81,7 +81,9 @@ class SequenceKV:
       restores: the snapshot that the next plan copies into its slot; None without one.
       branch_point: where a plan ends a row and a snapshot is taken, since other sequences had the
         same tokens up to there; 0 for nowhere.
-      unread: snapshots of its state whose tokens have not been read yet.
+      grid_tokens: plans end rows after multiples of this many tokens, where snapshots are taken;
+        None for nowhere.
+      snapshots: those of its state; those without `page_keys` have tokens that were not read yet.
       prefetched: numbers of pages that came to the device while the sequence waited.
       awaits: the last of its pages that is still to come from the host, or None. Until then the
         sequence runs and computes nothing.
@@ -103,7 +105,8 @@ class SequenceKV:
     unnamed: list[CachedPage] = field(default_factory=list)
     restores: Snapshot | None = None
     branch_point: int = 0
-    unread: list[Snapshot] = field(default_factory=list)
+    grid_tokens: int | None = None
+    snapshots: list[Snapshot] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
     window: Window | None = None
     shared: SharedPages | None = None
@@ -117,11 +120,15 @@ class SequenceKV:
     def num_reserved_left(self) -> int:
         return self.table.num_reserved_tokens - self.num_computed
 
-    @property
-    def max_end(self) -> int:
-        """No plan may compute a position from here on."""
-        end = self.table.max_end
-        return min(end, self.branch_point) if self.num_computed < self.branch_point else end
+    def num_allowed(self, num_tokens: int) -> int:
+        """Return how many of the next tokens one plan may compute, up to the next snapshot."""
+        start = self.num_computed
+        end = min(start + num_tokens, self.table.max_end)
+        if start < self.branch_point:
+            end = min(end, self.branch_point)
+        if self.grid_tokens is not None and end // self.grid_tokens > start // self.grid_tokens:
+            end -= end % self.grid_tokens
+        return max(0, end - start)
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:
         """Set exactly these pages, by their index in the table, as computed."""

@@ -297,8 +297,7 @@ class Step:
         not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
-        num_allowed = sequence.kv.max_end - sequence.kv.num_computed
-        num_tokens = max(0, min(num_tokens, num_allowed))
+        num_tokens = sequence.kv.num_allowed(num_tokens)
         num_rows_left = self.config.max_slots - self._rows.num_taken
         if sequence.kv.num_computed >= num_encoded:
             return sequence.kv.next_spans(num_tokens, num_rows_left)
@@ -365,6 +364,8 @@ class Step:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
         self._speculating = self._speculation.next_loop(decoding) or NOT_SPECULATING
         count, most = min(max_iterations, *left), [1] * len(decoding)
+        if decoding[0].kv.grid_tokens is not None:
+            count = min(sequence.kv.num_allowed(count) for sequence in decoding)
         if self._speculating.num_proposed:
             most = [self._speculation.most_tokens(s, len(decoding)) for s in decoding]
         growth = Growth(decoding, self.config)
@@ -390,7 +391,7 @@ class Step:
         self._window = self._queues.slots[self._group].window_of_one(sequence.slot)
         if self._window is None:
             return self.add_row(sequence, 1)
-        count = min(max_iterations, sequence.num_outputs_left)
+        count = sequence.kv.num_allowed(min(max_iterations, sequence.num_outputs_left))
         missing = sequence.kv.table.num_missing(sequence.kv.num_computed + count)
         if missing > (self._kv.num_available if self._extends else 0):
             count = 1

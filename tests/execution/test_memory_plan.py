@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.execution.memory_plan import (
     free_device_bytes,
     plan_pool,
@@ -64,6 +64,8 @@ def test_snapshots_take_a_part_of_the_free_memory():
     assert plan_snapshots(_Gpu(GIB), 1000, 8, "45kB") == 45
     with pytest.raises(DeviceMemoryError, match="state_memory=2,147,483,648.*give less"):
         plan_snapshots(_Gpu(GIB), 1000, 8, "2GiB")
+    with pytest.raises(InvalidConfigError, match="state_memory=999 bytes hold no state.*1,000.*0"):
+        plan_snapshots(_Gpu(GIB), 1000, 8, 999)
 
 
 @pytest.mark.parametrize("stats", [None, {"bytes_in_use": 0}])

@@ -1,4 +1,4 @@
-"""Snapshots of states are found by their tokens; the least valuable one is evicted."""
+"""Snapshots of states are found by their tokens, and evicted as their retention says."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import get_args
 
 import pytest
 
-from jaxserve.memory.snapshots import SnapshotCache, SnapshotKind
+from jaxserve.memory.cached_page import PageKeys
+from jaxserve.memory.snapshots import (
+    Grid,
+    LearnedReuse,
+    Marconi,
+    Prefix,
+    Snapshot,
+    SnapshotCache,
+    SnapshotKind,
+    StateRetention,
+)
 
 pytestmark = pytest.mark.fast
 
 KINDS = get_args(SnapshotKind)
+RETENTIONS = (LearnedReuse(), Grid(8), Marconi(weight=0.5, state_tokens=16))
+PAGE = 4
 
 
 class _Clock:
@@ -21,100 +33,164 @@ class _Clock:
         return self.now_s
 
 
-def _named(cache: SnapshotCache, position: int, key: bytes, tail: tuple[int, ...] = ()):
-    snapshot = cache.save(0, 0, position, "end")
+def _cache(
+    num_entries: int, clock: _Clock, retention: StateRetention = RETENTIONS[0]
+) -> SnapshotCache:
+    return SnapshotCache(num_entries, PAGE, retention, clock)
+
+
+def _prefix(*tokens: int) -> Prefix:
+    keys = PageKeys()
+    own = keys.of(tokens, PAGE, b"weights")
+    return (keys.root, *own), tokens
+
+
+def _named(cache: SnapshotCache, *tokens: int, kind: SnapshotKind = "end") -> Snapshot:
+    snapshot = cache.save(0, 0, len(tokens), kind)
     assert snapshot is not None
-    cache.name(snapshot, position, key, tail)
+    cache.name(snapshot, _prefix(*tokens))
     return snapshot
 
 
-def test_the_longest_tail_is_found():
-    """Of several snapshots in one page, that with the most of the tokens."""
-    cache = SnapshotCache(4, _Clock())
-    for tail in ((), (1, 2), (1, 2, 3), (1, 9, 9, 9)):
-        _named(cache, 8 + len(tail), b"page", tail)
-    assert cache.find(b"page", (1, 2, 3, 4)).tail == (1, 2, 3)
-    assert cache.find(b"page", (1, 2)).tail == (1, 2)
-    assert cache.find(b"page", (7,)).tail == ()
-    assert cache.find(b"other", (1, 2)) is None
+def test_the_most_tokens_are_found():
+    """Of several snapshots in one page, that with the most of the tokens; else of a page before."""
+    cache = _cache(5, _Clock())
+    for tail in ((), (1, 2), (1, 2, 3), (1, 9, 9)):
+        _named(cache, 7, 7, 7, 7, *tail)
+    _named(cache, 7)
+
+    def found(*tokens: int) -> int | None:
+        snapshot = cache.find(_prefix(*tokens))
+        return None if snapshot is None else snapshot.position
+
+    assert found(7, 7, 7, 7, 1, 2, 3, 4, 5) == 7
+    assert found(7, 7, 7, 7, 1, 2) == 6
+    assert found(7, 7, 7, 7, 5) == 4
+    assert found(7, 7, 7, 5) == 1
+    assert found(5, 7, 7, 7, 1, 2) is None
 
 
 def test_the_least_valuable_is_evicted():
     """It saves the fewest tokens for its age; one that the next plan reads stays."""
     clock = _Clock()
-    cache = SnapshotCache(3, clock)
-    old, short, long = (_named(cache, n, b"%d" % n) for n in (50, 10, 100))
+    cache = _cache(3, clock)
+    old, short, long = (_named(cache, *[n] * n) for n in (50, 10, 100))
     cache.take_saves()
     clock.now_s = 10.0
     cache.restore(short)  # used now
-    _named(cache, 30, b"new")
+    _named(cache, *range(30))
     assert (old.entry, long.entry is None, short.entry is None) == (None, False, False)
     clock.now_s = 1000.0
-    _named(cache, 1, b"another")
+    _named(cache, 1)
     assert short.entry is not None and long.entry is not None  # the next plan reads `short`
     cache.take_saves()
     clock.now_s = 2000.0
-    _named(cache, 1, b"last")
-    assert short.entry is not None and cache.find(b"another", ()) is None
+    _named(cache, 2)
+    assert short.entry is not None and cache.find(_prefix(1)) is None
     cache.check_integrity()
 
 
 def test_conversations_that_have_gone_on_are_worth_less():
     """Ends of answers are used once; a place where prompts part is used by each of them."""
     clock = _Clock()
-    cache = SnapshotCache(6, clock)
-    shared = cache.save(0, 0, 20, "branch")
-    cache.name(shared, 20, b"shared", ())
+    cache = _cache(6, clock)
+    shared = _named(cache, *range(20), kind="branch")
     for turn in range(20):
         clock.now_s += 1.0
-        before = _named(cache, 100, b"%d" % turn)
+        before = _named(cache, *[turn] * 100)
         cache.take_saves()
         cache.restore(before)
         cache.restore(shared)
         cache.take_saves()
-    new = [_named(cache, 100, b"new %d" % i) for i in range(5)]
+    new = [_named(cache, *[100 + i] * 100) for i in range(5)]
     assert shared.entry is not None and all(each.entry is not None for each in new)
+
+
+def test_a_state_is_worth_what_others_do_not_save():
+    """It saves the tokens after the longest other state that is known to begin likewise."""
+    cache = _cache(4, _Clock())
+    long, short = _named(cache, *range(40)), _named(cache, *range(10))
+    assert (long.num_saved_tokens, short.num_saved_tokens) == (40, 10)
+    middle = _named(cache, *range(20))
+    assert (long.num_saved_tokens, middle.num_saved_tokens) == (20, 10)
+    cache.evict(short)
+    assert (long.num_saved_tokens, middle.num_saved_tokens) == (20, 20)
+    cache.evict(middle)
+    assert long.num_saved_tokens == 40
+    cache.check_integrity()
+
+
+def test_marconi_evicts_by_recency_and_work_saved():
+    """`weight` says which counts; a state with two states after it stays."""
+    for weight, evicted in ((0.0, "old"), (4.0, "short")):
+        clock = _Clock()
+        cache = _cache(4, clock, Marconi(weight=weight, state_tokens=16))
+        found = {"shared": _named(cache, *range(8), kind="branch")}
+        for at_s, name, tokens in ((1.0, "old", 40), (2.0, "short", 1), (3.0, "new", 30)):
+            clock.now_s = at_s
+            found[name] = _named(cache, *range(8), *[tokens] * tokens)
+        cache.take_saves()
+        clock.now_s = 4.0
+        _named(cache, 99)
+        assert [name for name, each in found.items() if each.entry is None] == [evicted]
+
+
+def test_a_grid_evicts_the_least_recently_used():
+    clock = _Clock()
+    cache = _cache(2, clock, Grid(8))
+    first, second = _named(cache, *range(8)), _named(cache, *range(16))
+    cache.take_saves()
+    clock.now_s = 1.0
+    cache.restore(first)
+    cache.take_saves()
+    _named(cache, *range(24))
+    assert first.entry is not None and second.entry is None
 
 
 def test_equal_tokens_are_kept_once():
     """The second snapshot of the same tokens is dropped with its copy."""
-    cache = SnapshotCache(3, _Clock())
-    first = _named(cache, 5, b"page", (1,))
-    _named(cache, 5, b"page", (1,))
+    cache = _cache(3, _Clock())
+    first = _named(cache, 5, 5)
+    _named(cache, 5, 5)
     assert cache.num_held == 1 and [copy.entry for copy in cache.take_saves()] == [first.entry]
 
 
-def test_random_traces():
+@pytest.mark.parametrize("retention", RETENTIONS, ids=lambda each: type(each).__name__)
+def test_random_traces(retention):
     """Every entry is free or held, and has the newest copy that was asked for."""
-    for seed in range(50):
+    for seed in range(20):
         rng, clock = random.Random(seed), _Clock()
-        cache = SnapshotCache(rng.randint(1, 6), clock)
+        cache = _cache(rng.randint(1, 6), clock, retention)
         unread, contents = [], {}
-        for step in range(60):
+        for _ in range(60):
             clock.now_s += rng.random()
             for _ in range(rng.randint(0, 3)):
-                position = rng.randint(1, 40)
-                snapshot = cache.save(position, step, position, rng.choice(KINDS))
+                tokens = tuple(rng.choices((1, 2), k=rng.randint(1, 12)))
+                snapshot = cache.save(_slot(tokens), 0, len(tokens), rng.choice(KINDS))
                 if snapshot is not None:
-                    unread.append((snapshot, position))
+                    unread.append((snapshot, tokens))
             rng.shuffle(unread)
             while unread and rng.random() < 0.7:
-                snapshot, position = unread.pop()
+                snapshot, tokens = unread.pop()
                 if rng.random() < 0.2:
                     cache.evict(snapshot)
                 else:
-                    cache.name(snapshot, position, b"%d" % (position // 8), (position % 8,))
-            read = cache.find(b"%d" % rng.randint(0, 5), (rng.randint(0, 7),))
+                    cache.name(snapshot, _prefix(*tokens))
+            wanted = tuple(rng.choices((1, 2), k=12))
+            read = cache.find(_prefix(*wanted))
             if read is not None:
                 cache.restore(read)
             if rng.random() < 0.05:
                 cache.drop_unsaved()
-                read = None if read is None or read.entry is None else read
             if rng.random() < 0.02:
                 cache.clear()
-                read = None
             for copy in cache.take_saves():
                 contents[copy.entry] = copy.slot
             if read is not None and read.entry is not None:
-                assert contents[read.entry] == read.position, f"seed {seed}"
+                assert contents[read.entry] == _slot(wanted[: read.position]), f"seed {seed}"
             cache.check_integrity()
+
+
+def _slot(tokens: tuple[int, ...]) -> int:
+    """Return a number of these tokens alone, for what is copied from a slot."""
+    return int("".join(map(str, tokens)))

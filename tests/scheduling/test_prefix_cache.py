@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from jaxserve.core.errors import JaxserveError, StepMemoryError
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
+from jaxserve.memory.snapshots import LearnedReuse, StateRetention
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
@@ -31,16 +33,24 @@ CONFIG = EngineConfig(
     num_host_pages=100,
 )
 
+OURS = LearnedReuse()
+
 
 class Server:
     """An engine that answers batches of prompts, one batch after the other."""
 
     def __init__(
-        self, config: EngineConfig = CONFIG, free_share: float = 0.0, disk: DiskTier | None = None
+        self,
+        config: EngineConfig = CONFIG,
+        free_share: float = 0.0,
+        disk: DiskTier | None = None,
+        states: StateRetention = OURS,
+        **device: Any,
     ):
-        policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=free_share))
+        retention = Tiered(free_share=free_share, states=states)
+        policy = replace(PRESETS["pensieve"], retention=retention)
         self.clock = VirtualClock()
-        self.executor = RecordingExecutor(SimulatedExecutor(config, self.clock))
+        self.executor = RecordingExecutor(SimulatedExecutor(config, self.clock, **device))
         self.engine = Engine(self.executor, policy, self.clock, disk=disk)
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:

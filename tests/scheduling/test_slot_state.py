@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.memory.snapshots import Grid, Marconi
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention import Tiered
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
 from tests.scheduling.test_prefix_cache import CONFIG, Server
@@ -73,12 +75,73 @@ def test_the_second_prompt_leaves_a_state_where_both_part():
     assert server.first_rows == [(20, 2)]
 
 
+def test_a_turn_whose_state_was_evicted_parts_from_nothing():
+    """It is computed as a whole; the state of its own history would not be used again."""
+    server = Server(replace(STATES, num_snapshots=1))
+    (history,) = server.answer(SYSTEM)
+    server.answer((7,), max_tokens=1)  # it takes the only entry
+    server.answer((*history, *range(1, 9)), max_tokens=1)
+    rows = [(row.start, row.num_tokens) for plan in server.executor.plans for row in plan.rows]
+    assert rows == [(0, len(history) + 8)]
+
+
 def test_a_prompt_leaves_a_state():
     """A history that continues with another answer, as without thoughts, begins at its end."""
     server = Server(STATES)
     server.answer(SYSTEM)
     server.answer((*SYSTEM, 1, 2, 3))
     assert server.first_rows == [(21, 3)]
+
+
+def test_a_state_that_is_kept_is_not_copied_again():
+    """The same prompt does not evict the state of another one for its own."""
+    server = Server(replace(STATES, num_snapshots=3))
+    short, long = SYSTEM[:3], tuple(range(41))
+    server.answer(short, max_tokens=1)
+    for _ in range(4):
+        server.answer(long, max_tokens=1)
+    assert server.first_rows == [(40, 1)]
+    server.answer((*short, 1))
+    assert server.first_rows == [(3, 1)]
+    server.engine.scheduler.check_integrity()
+
+
+def test_states_of_a_request_that_failed_are_dropped():
+    """No sequence begins with a state whose logits were not numbers, also within a page."""
+    failing = SYSTEM[:3]
+    server = Server(STATES, fault_length=lambda request, _: 0 if request.prompt == failing else 100)
+    server.answer(failing)
+    server.answer((*failing, 1))
+    assert server.first_rows == [(0, 4)]
+    server.engine.scheduler.check_integrity()
+
+
+def test_a_grid_has_states_of_prompts_and_answers():
+    """Steps end at multiples of its tokens; a next turn begins after the last one."""
+    server = Server(replace(STATES, max_step_tokens=12, token_buckets=()), states=Grid(8))
+    (history,) = server.answer(SYSTEM, max_tokens=12)
+    rows = [(row.start, row.num_tokens) for plan in server.executor.plans for row in plan.rows]
+    assert rows[:3] == [(0, 8), (8, 8), (16, 5)]
+    loops = [plan.num_iterations for plan in server.executor.plans if plan.is_decode_loop]
+    assert sum(loops) == 11 and loops[0] == 3  # 21, 22, 23: a state after 24 tokens
+    server.answer((*history, 4))
+    assert server.first_rows == [(32, 2)]
+    server.answer((*history[:20], 4))
+    assert server.first_rows == [(16, 5)]
+    server.engine.scheduler.check_integrity()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("states", [Marconi(), Grid(1), Grid(8)], ids=str)
+def test_other_retentions_give_the_same_tokens(states):
+    """Which states are kept changes no answer."""
+    policy = replace(PRESETS["pensieve"], retention=Tiered(states=states))
+    num_restored = 0
+    for seed in range(40):
+        trace = state_trace(seed, 1 + seed % 7, with_faults=seed % 2 == 0, with_conversations=True)
+        trace.check(policy, cancel_rate=0.02, update_rate=0.01)
+        num_restored += trace.counters["num_snapshots_restored"]
+    assert num_restored > 0
 
 
 @pytest.mark.parametrize("policy", some(["auto", "exegpt", "pensieve_device_only", "pensieve"]))

@@ -342,8 +342,10 @@ class KVManager:
         self._restoring = Restoring(self._cache)
         self.retrieval = Retrieval(self._cache, now, on_arrival)
         self._snapshots = None
-        if config.num_snapshots:
-            self._snapshots = SnapshotCache(config.num_snapshots, now)
+        if config.num_snapshots and retention.keeps_pages:
+            self._snapshots = SnapshotCache(
+                config.num_snapshots, config.page_size, retention.states, now
+            )
         self._prefixes = PrefixCacheManager(
             self._cache,
             self._values,
@@ -485,6 +487,8 @@ class KVManager:
         """
         kv, length = sequence.kv, sequence.planned_length
         if kv.num_computed + 1 != length or kv.ahead or length > kv.table.num_tokens:
+            return False
+        if kv.grid_tokens is not None and length % kv.grid_tokens == 0:  # a snapshot is taken
             return False
         kv.num_computed = length
         return True

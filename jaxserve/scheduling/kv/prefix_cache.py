@@ -16,7 +16,7 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import Snapshot, SnapshotCache, SnapshotKind, StateCopy
+from jaxserve.memory.snapshots import Prefix, Snapshot, SnapshotCache, SnapshotKind, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.sequence import (
     MAX_LOOKED_AT,
@@ -58,7 +58,7 @@ class PrefixCacheManager:
         holds: Holds | None,
         now: Callable[[], float],
     ):
-        self._snapshots = snapshots if keeps_pages else None
+        self._snapshots = snapshots
         # Sequences with a row in the next plan at whose end a snapshot is taken.
         self._reaching: list[tuple[Sequence, SnapshotKind]] = []
         self._sizes = sizes
@@ -96,7 +96,9 @@ class PrefixCacheManager:
             keys.of(prompt, self._page_size, self._cache.identity)
         if self._sizes is not None:
             return SequenceKV(GroupedPageTable(self._cache.pool, self._sizes), keys=keys)
-        return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
+        grid = None if self._snapshots is None else self._snapshots.retention.grid_tokens
+        table = PageTable(self._cache.pool, self._page_size)
+        return SequenceKV(table, keys=keys, grid_tokens=grid)
 
     def most_shared(self, sequence: Sequence) -> int:
         if sequence.kv.host_pages or (self._keeps and sequence.needs_whole_prompt):
@@ -216,8 +218,8 @@ class PrefixCacheManager:
             shared = self._pages_of_primary(sequence)
         newest = max([*shared, *(page.index for page in cached)], default=-1)
         num_pages = 1 + newest // self._num_tables
-        snapshot = self._snapshot_after(sequence, len(cached))
-        kv.branch_point = self._branch_point(sequence, snapshot)
+        leading, snapshot = self._find_with_state(sequence)
+        kv.branch_point = self._branch_point(sequence, leading, snapshot)
         if snapshot is not None and snapshot.tail:
             num_pages += 1
         if self._sizes is not None:
@@ -264,40 +266,46 @@ class PrefixCacheManager:
         if self._sizes is not None:
             return self._find_prefix(self._keys_to_find(sequence), self._sizes)
         if self._snapshots is not None:
-            return self._find_before_snapshot(sequence)
+            leading, snapshot = self._find_with_state(sequence)
+            return leading[: 0 if snapshot is None else snapshot.position // self._page_size]
         cached = self._cache.find(self._keys_to_find(sequence))
         return _with_whole_prompt(sequence, cached, self._page_size)
 
-    def _find_before_snapshot(self, sequence: Sequence) -> list[CachedPage]:
-        """Return the pages of the longest prefix that are all cached, and a snapshot after them."""
-        pages = self._cache.find_leading(self._keys_to_find(sequence))
-        for num_pages in range(len(pages), 0, -1):
-            if self._snapshot_after(sequence, num_pages) is not None:
-                return pages[:num_pages]
-        return []
+    def _find_with_state(self, sequence: Sequence) -> tuple[list[CachedPage], Snapshot | None]:
+        """Return the leading cached pages, and the snapshot of the most tokens up to their end.
 
-    def _snapshot_after(self, sequence: Sequence, num_pages: int) -> Snapshot | None:
-        """Return the last snapshot in the page after `num_pages` pages, or at its beginning."""
+        The tokens after the last full page count, too.
+        """
         if self._snapshots is None or sequence.needs_whole_prompt:
-            return None
-        key = self._key_of_prefix(sequence, num_pages)
-        if not self._snapshots.has_key(key):
-            return None
-        start = num_pages * self._page_size
-        end = min(start + self._page_size, sequence.num_known - 1)
-        return self._snapshots.find(key, sequence.known_tokens[start:end])
+            return [], None
+        keys = self._keys_to_find(sequence)
+        leading = self._cache.find_leading(keys)
+        tokens = sequence.known_tokens[: sequence.num_known - 1]
+        page_keys = [sequence.kv.keys.root, *keys[: len(leading)]]
+        return leading, self._snapshots.find((page_keys, tokens))
 
-    def _branch_point(self, sequence: Sequence, snapshot: Snapshot | None) -> int:
-        """Return where the leading pages end that are cached after a snapshot; 0 without any."""
-        if self._snapshots is None or sequence.needs_whole_prompt:
+    def _branch_point(
+        self, sequence: Sequence, leading: Seq[CachedPage], snapshot: Snapshot | None
+    ) -> int:
+        """Return where the leading pages end that are cached after a snapshot; 0 without any.
+
+        No prompt parts there from others if all of these ended there, and this one goes on.
+        """
+        if self._snapshots is None or "branch" not in self._snapshots.retention.kinds:
             return 0
-        leading = self._cache.find_leading(self._keys_to_find(sequence))
         end = len(leading) * self._page_size
-        return end if end > (0 if snapshot is None else snapshot.position) else 0
+        if end <= (0 if snapshot is None else snapshot.position):
+            return 0
+        last = leading[-1]
+        have_ended = not any(
+            each.is_running or (each.tip is not None and each.tip.index > last.index)
+            for each in last.branches
+        )
+        return 0 if have_ended and len(leading) < self._num_to_find(sequence) else end
 
-    def _key_of_prefix(self, sequence: Sequence, num_pages: int) -> bytes:
-        keys = self._keys(sequence, max(0, num_pages - 1), num_pages)
-        return keys[0] if num_pages else sequence.kv.keys.root
+    def _prefix_of(self, sequence: Sequence, position: int) -> Prefix:
+        keys = self._keys(sequence, 0, position // self._page_size)
+        return (sequence.kv.keys.root, *keys), sequence.known_tokens[:position]
 
     def _find_prefix(self, keys: Seq[bytes], sizes: TableSizes) -> list[CachedPage]:
         """Return the pages of the longest prefix that all groups have, by number."""
@@ -408,10 +416,13 @@ class PrefixCacheManager:
     # ---- sequences that go ----
 
     def has_computed(self, sequence: Sequence, end: int) -> None:
-        """Take a snapshot after the next plan if it ends a prompt or reaches its branch point."""
+        """Take a snapshot after the next plan if it reaches a place where a state is kept."""
         if self._snapshots is None:
             return
-        if end == sequence.kv.branch_point:
+        grid = sequence.kv.grid_tokens
+        if grid is not None and end % grid == 0:
+            self._reaching.append((sequence, "grid"))
+        elif end == sequence.kv.branch_point:
             self._reaching.append((sequence, "branch"))
         elif end == sequence.prompt_length and sequence.num_outputs_left:
             self._reaching.append((sequence, "prompt"))
@@ -419,9 +430,7 @@ class PrefixCacheManager:
     def save_reached(self) -> None:
         """Take snapshots with the plan after the next one, before its rows."""
         for sequence, kind in self._reaching:
-            snapshot = self._save(sequence, kind, sequence.kv.num_computed)
-            if snapshot is not None:
-                self._name(sequence, snapshot, snapshot.position)
+            self._save(sequence, kind, sequence.kv.num_computed)
         self._reaching.clear()
 
     def save_state(self, sequence: Sequence, kind: SnapshotKind, *, has_ended: bool) -> None:
@@ -432,46 +441,48 @@ class PrefixCacheManager:
         """
         kv = sequence.kv
         most = sequence.num_known - 1 if has_ended else kv.num_computed
-        snapshot = self._save(sequence, kind, min(kv.num_computed, most))
-        if snapshot is not None:
-            kv.unread.append(snapshot)
+        self._save(sequence, kind, min(kv.num_computed, most))
 
-    def _save(self, sequence: Sequence, kind: SnapshotKind, position: int) -> Snapshot | None:
-        kv, slot = sequence.kv, sequence.slot
-        if self._snapshots is None or slot is None or kv.is_mixed or sequence.pooled is not None:
-            return None
+    def _save(self, sequence: Sequence, kind: SnapshotKind, position: int) -> None:
+        """Copy a state with the next plan, unless it is kept; it is found once its tokens are."""
+        kv, slot, snapshots = sequence.kv, sequence.slot, self._snapshots
+        if snapshots is None or kind not in snapshots.retention.kinds:
+            return
+        if slot is None or kv.is_mixed or sequence.pooled is not None:
+            return
         if kv.restores is not None or not position:  # nothing of it was planned yet
-            return None
+            return
+        prefix = self._prefix_of(sequence, position) if position <= sequence.num_known else None
+        if prefix is not None and snapshots.renew(prefix):
+            return
         index, num_in_page = divmod(position, self._page_size)
         page = kv.table.page(index) if num_in_page else NULL_PAGE
-        return self._snapshots.save(slot, page, position, kind)
+        snapshot = snapshots.save(slot, page, position, kind)
+        if snapshot is not None:
+            kv.snapshots.append(snapshot)
+            if prefix is not None:
+                snapshots.name(snapshot, prefix)
 
-    def _name_as_read(self, sequence: Sequence, snapshot: Snapshot) -> None:
-        """Set the tokens of a snapshot; evict it if it is not what was planned."""
-        assert self._snapshots is not None
-        position = snapshot.position
-        if sequence.phase is Phase.FINISHED:
-            position = min(position, sequence.num_known - 1)
-        # The page after the full ones was copied, too.
-        is_in_page = position // self._page_size == snapshot.position // self._page_size
-        if is_in_page and position < sequence.num_known:
-            self._name(sequence, snapshot, position)
-        else:
-            self._snapshots.evict(snapshot)
-
-    def _name(self, sequence: Sequence, snapshot: Snapshot, position: int) -> None:
-        assert self._snapshots is not None
-        num_pages = position // self._page_size
-        key = self._key_of_prefix(sequence, num_pages)
-        tail = sequence.known_tokens[num_pages * self._page_size : position]
-        self._snapshots.name(snapshot, position, key, tail)
+    def _name_as_read(self, sequence: Sequence) -> None:
+        """Set the tokens of snapshots; evict those that are not what was planned."""
+        for snapshot in sequence.kv.snapshots:
+            if self._snapshots is None or snapshot.page_keys:
+                continue
+            position = snapshot.position
+            if sequence.phase is Phase.FINISHED:
+                position = min(position, sequence.num_known - 1)
+            # The page after the full ones was copied, too.
+            is_in_page = position // self._page_size == snapshot.position // self._page_size
+            if is_in_page and position < sequence.num_known:
+                self._snapshots.name(snapshot, self._prefix_of(sequence, position))
+            else:
+                self._snapshots.evict(snapshot)
 
     def forget_state(self, sequence: Sequence) -> None:
         """Evict the snapshots of a sequence whose tokens will not be read."""
-        for snapshot in sequence.kv.unread:
-            assert self._snapshots is not None
-            self._snapshots.evict(snapshot)
-        sequence.kv.unread.clear()
+        for snapshot in sequence.kv.snapshots:
+            if self._snapshots is not None and not snapshot.page_keys:
+                self._snapshots.evict(snapshot)
 
     def restores(self, admitted: Iterable[Sequence]) -> tuple[StateCopy, ...]:
         """Return the next plan's copies to the slots of the sequences that it admits."""
@@ -528,14 +539,14 @@ class PrefixCacheManager:
             else:
                 self._cache.evict(page)
         kv.unnamed.clear()
-        for snapshot in kv.unread:
-            self._name_as_read(sequence, snapshot)
-        kv.unread.clear()
+        self._name_as_read(sequence)
 
     def evict(self, sequence: Sequence) -> None:
-        """Evict the pages that a sequence has or left and no other owns: its KV is not right."""
+        """Evict what a sequence has or left and no other owns: its KV and states are not right."""
         kv = sequence.kv
-        self.forget_state(sequence)
+        for snapshot in kv.snapshots:
+            assert self._snapshots is not None
+            self._snapshots.evict(snapshot)
         for page in kv.unnamed:
             self._cache.evict(page)
         kv.unnamed.clear()
