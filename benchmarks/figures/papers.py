@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.common.counters import PrefixCounts
-from benchmarks.figures.render import Cell, Column, Table, key, linked, lost, table
+from benchmarks.figures.render import (
+    Cell,
+    Column,
+    Field,
+    Table,
+    behind_by,
+    key,
+    linked,
+    lost,
+    show_in,
+    table,
+)
 from benchmarks.figures.results import Place, by_policy
 
 # The policies of the S3 paper's tables, in the order of their numbers.
@@ -236,4 +247,42 @@ SECOND_TURNS = Table(
         ("computed again, ms", "{computed[first_token_s]:@~.0f /ms}"),
         ("kept over alone", "{kept_over_alone:.2f}"),
     ),
+)
+
+
+def _states_losses(whole: Place) -> list[str]:
+    """Return where our retention of states is behind the best of the others."""
+    figures = {"prompt tokens found": ("hit",), "p99 of the first token": ("first_token_s", "p99")}
+    sentences = []
+    for what, keys in figures.items():
+        texts, is_lower_better = [], keys != ("hit",)
+        for row in whole.each("rows.*"):
+            found = {p.at[-1]: Field(p, keys).spread() for p in row.each("policies.*")}
+            best = (min if is_lower_better else max)(found, key=lambda each: found[each].median)
+            share = behind_by(found["ours"], found[best], is_lower_better=is_lower_better)
+            if share is not None:
+                touches = " (ranges overlap)" if found["ours"].overlaps(found[best]) else ""
+                at = show_in("{shape}, {workload}, {num_states} states", row)
+                texts.append(f"{at}: {share:.1%} behind {best}{touches}")
+        behind = f"ours is behind: {'; '.join(texts)}" if texts else "ours is behind nothing"
+        sentences.append(f"In {what}, {behind}.")
+    return sentences
+
+
+STATES = Table(
+    what="{arguments[num_requests]} requests a run, one A100 80 GB as a roofline, a grid of "
+    "{arguments[grid]} tokens; tokens of prompts found, and computed again although an earlier "
+    "request had them",
+    rows="rows.*.policies.*",
+    columns=(
+        ("shape", "{above2[shape]}"),
+        ("requests", "{above2[workload]}"),
+        ("states", "{above2[num_states]}"),
+        ("kept by", key()),
+        ("found", "{hit:@~.1%}"),
+        ("computed again", "{recomputed_tokens:~,.0f}"),
+        ("first token, p50", "{first_token_s[p50]:~.0f ms}"),
+        ("p99", "{first_token_s[p99]:~.0f ms}"),
+    ),
+    below=_states_losses,
 )

@@ -974,6 +974,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "scattered": ("Attention over scattered pages", papers.SCATTERED),
         "restore": ("Coming back from the host", papers.RESTORE),
         "second_turns": ("Second turns of a model with recurrent layers", papers.SECOND_TURNS),
+        "states": ("Which states of recurrent layers are kept, simulated", papers.STATES),
     },
     "docs/results/exegpt.md": {
         "exegpt": ("ExeGPT's models on its clusters, estimated and simulated", exegpt.simulated),
