@@ -204,9 +204,11 @@ def _open_runtime(
     """Return the runtime; a process that follows serves the leader first, then exits."""
     import jax
 
+    from jaxserve.execution.compilation import start_jax
     from jaxserve.runtime import Runtime
     from jaxserve.sharding import make_mesh
 
+    start_jax()
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:

@@ -33,7 +33,7 @@ A message says what was given, what is allowed, and what to do.
     │   └── CheckpointError            every problem of a checkpoint, collected
     ├── DownloadError              a file could not be fetched, or is not the published one
     ├── ModelCacheError            the model cache cannot be read or written
-    ├── GpuUnusedError             there is an NVIDIA GPU, and JAX would compute on the CPU
+    ├── GpuUnusedError             an NVIDIA GPU that JAX cannot start, or leaves for the CPU
     ├── DeviceMemoryError          weights or page pool do not fit
     │   └── StepMemoryError            one step did not fit; other requests continue
     ├── InvalidConfigError         a runtime, policy or mesh setting
@@ -261,7 +261,7 @@ class ModelCacheError(JaxserveError, OSError):
 
 
 class GpuUnusedError(JaxserveError, RuntimeError):
-    """An NVIDIA GPU that JAX does not use, although the CPU was not asked for."""
+    """An NVIDIA GPU that JAX cannot use, or does not, although the CPU was not asked for."""
 
 
 class DeviceMemoryError(JaxserveError, MemoryError):
@@ -420,3 +420,17 @@ class GenerationInterrupted(KeyboardInterrupt):
     def __init__(self, completions: list[Any]):
         super().__init__("interrupted; .completions has what was answered")
         self.completions = completions
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error says that memory could not be allocated, by XLA or by jaxserve.
+
+    XLA has no type for that. Its error of a kernel that needs more shared memory than a block has
+    begins alike, and is not one.
+    """
+    if isinstance(error, DeviceMemoryError):
+        return True
+    text = str(error)
+    return "CUDA_ERROR_OUT_OF_MEMORY" in text or (
+        "RESOURCE_EXHAUSTED" in text and "Shared memory size limit exceeded" not in text
+    )

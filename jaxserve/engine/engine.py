@@ -12,13 +12,18 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import HostMemoryError, InvalidParamsError, JaxserveError, StepMemoryError
+from jaxserve.core.errors import (
+    HostMemoryError,
+    InvalidParamsError,
+    JaxserveError,
+    StepMemoryError,
+    is_out_of_memory,
+)
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer, OpenAnswers, Weights
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.loop import EngineBase, Running
 from jaxserve.engine.recorder import EngineObserver, EngineStats, Recorder, RequestLog
-from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost

@@ -20,8 +20,8 @@ from jaxserve.core.errors import (
     InvalidConfigError,
     JaxserveError,
     RuntimeClosedError,
+    is_out_of_memory,
 )
-from jaxserve.execution.device_errors import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 

@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxserve.core.errors import DeviceMemoryError, GpuUnusedError
+from jaxserve.core.errors import DeviceMemoryError, GpuUnusedError, is_out_of_memory
 from jaxserve.core.gpus import has_nvidia_gpu
 
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # Settings of JAX with which a user chooses a platform or a device.
 _CHOICES = ("jax_platforms", "jax_platform_name", "jax_default_device")
+_INSTALL = (
+    "(pip install -e '.[cuda13]' in a checkout of jaxserve, or '.[cuda12]' for drivers before "
+    "CUDA 13)"
+)
+_ON_CPU = "or set JAX_PLATFORMS=cpu to compute on the CPU"
 
 
 def check_gpu_is_used(
     environ: Mapping[str, str],
     settings: Mapping[str, Any],  # of JAX
     root: Path = Path("/"),  # of the file system
+    start: Callable[[], str] | None = None,  # starts JAX's devices; returns their platform
 ) -> None:
-    """Raise GpuUnusedError if JAX computes on the CPU unasked on a machine with an NVIDIA GPU.
+    """Raise GpuUnusedError if JAX cannot use an NVIDIA GPU, or uses the CPU unasked beside one.
 
-    JAX only warns there. This starts its devices.
+    JAX only warns if it finds no working plug-in. This starts its devices.
     """
     import jax  # engines are simulated without it
 
-    if jax.default_backend() != "cpu" or any(settings[name] for name in _CHOICES):
+    try:
+        platform = (start or jax.default_backend)()
+    except RuntimeError as error:
+        if "'cuda'" not in str(error):
+            raise
+        raise GpuUnusedError(
+            f"JAX cannot start an NVIDIA GPU: {_first_line(error)}. Install versions that belong "
+            f"together {_INSTALL}, end other processes that take the GPU's memory, {_ON_CPU}"
+        ) from error
+    if platform != "cpu" or any(settings[name] for name in _CHOICES):
         return
     if not has_nvidia_gpu(environ, root):
         return
-    if any(map(_is_installed, _CUDA_PLUGINS)):
-        found = f"its CUDA plug-in failed: {_why_not_cuda()}"
-        remedy = (
-            "Install versions that belong together (pip install -e '.[cuda13]' in a checkout of "
-            "jaxserve, or '.[cuda12]' for drivers before CUDA 13)"
-        )
-    else:
-        found = "its CUDA plug-in is not installed"
-        remedy = (
-            "Install it (pip install -e '.[cuda13]' in a checkout of jaxserve, or '.[cuda12]' for "
-            "drivers before CUDA 13)"
-        )
+    found, remedy = "its CUDA plug-in is not installed", f"Install it {_INSTALL}"
+    if plugins := [each for each in _CUDA_PLUGINS if _is_installed(each)]:
+        found = f"its CUDA plug-in failed: {_why_not_cuda(plugins[0])}"
+        remedy = f"Install versions that belong together {_INSTALL}"
     raise GpuUnusedError(
         f"this machine has an NVIDIA GPU, and JAX would compute on the CPU, because {found}. "
-        f"{remedy}, or set JAX_PLATFORMS=cpu to compute on the CPU"
+        f"{remedy}, {_ON_CPU}"
     )
 
 
@@ -56,24 +64,20 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _why_not_cuda() -> str:
+def _why_not_cuda(plugin: str) -> str:
+    """Return why a plug-in did not start; JAX has logged that, and gone on."""
     import jax
 
     try:
+        import_module(plugin).initialize()
         jax.devices("cuda")
-    except RuntimeError as error:
-        return str(error).partition("\n")[0].rstrip(".")
+    except Exception as error:  # of the plug-in, which loads and checks NVIDIA's libraries
+        return _first_line(error)
     return "it has no devices"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error says that memory could not be allocated, by XLA or by jaxserve."""
-    return isinstance(error, DeviceMemoryError) or _is_by_xla(error)
-
-
-def _is_by_xla(error: BaseException) -> bool:
-    """Return whether XLA could not allocate memory; it has no type for that."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def out_of_memory_as(doing: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the module of XLA's type differs between versions
-        if not _is_by_xla(error):
+        if isinstance(error, DeviceMemoryError) or not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(
             f"the device ran out of memory while {doing} ({error}); {remedy}"
