@@ -52,12 +52,14 @@ class Choice:
 _choices: dict[Choice, None] = {}
 # The lists of the open `noted` blocks of each thread.
 _noting = threading.local()
-# The open `compiling_alone` block of a thread.
+# The open `compiling_alone` block of a thread, and what makes JAX trace anew in it.
 _alone = threading.local()
+_anew = jax.make_user_context()
 # Kernel calls that were compiled alone -> reason why it failed, or None.
 _compiled: dict[Any, str | None] = {}
-# (operation, implementation) of the failures that were logged.
-_warned: set[tuple[str, str]] = set()
+# Begins the refusal of a kernel that does not compile; operations whose refusal was logged.
+_NOT_COMPILED = "it does not compile"
+_warned: set[str] = set()
 # The rows of the innermost `only_rows` block of each thread.
 _tracing = threading.local()
 
@@ -133,13 +135,14 @@ def compiling_alone() -> Iterator[list[str]]:
     """Compile every kernel call that this thread traces inside the block alone, once a process.
 
     A call that does not compile is refused from then on, and the next implementation serves it. The
-    list has the reasons of those inside the block. Functions that JAX has traced before make no
-    calls, so clear its caches first.
+    list has the reasons of those inside the block. JAX traces there what it has traced before, too,
+    and elsewhere uses its earlier traces until its caches are cleared.
     """
     refused: list[str] = []
     _alone.refused = refused
     try:
-        yield refused
+        with _anew(object()):
+            yield refused
     finally:
         _alone.refused = None
 
@@ -168,16 +171,7 @@ def _require_compiles(
         return
     if refused is not None:
         refused.append(reason)
-    if (operation, name) not in _warned:
-        _warned.add((operation, name))
-        _logger.warning(
-            "%s: %s does not compile on %s, so that the next implementation serves such calls: %s",
-            operation,
-            name,
-            jax.devices()[0].device_kind,
-            reason,
-        )
-    raise NotImplementedError(f"it does not compile: {reason}")
+    raise NotImplementedError(f"{_NOT_COMPILED}: {reason}")
 
 
 def _failure(
@@ -185,7 +179,9 @@ def _failure(
 ) -> str | None:
     """Compile a call alone, on the default device; return the first line of an error.
 
-    It does so in a thread of its own, which is inside no trace and no mesh.
+    It does so in a thread of its own, which is inside no trace and no mesh. Pallas raises
+    `NotImplementedError`, too, for what it cannot lower; that is a failure, and one of tracing is a
+    refusal. Any other error of tracing is raised.
     """
 
     def alone(*arrays: jax.Array) -> Any:
@@ -194,14 +190,20 @@ def _failure(
         return implementation(**jax.tree.unflatten(structure, filled))
 
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
-    try:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(lambda: jax.jit(alone).lower(*shapes).compile()).result()
-    except NotImplementedError:  # a refusal, which the call itself repeats
+
+    def compiled() -> str | None:
+        try:
+            traced = jax.jit(alone).trace(*shapes)
+        except NotImplementedError:  # which the call itself repeats
+            return None
+        try:
+            traced.lower().compile()
+        except Exception as error:  # of Pallas, XLA or ptxas
+            return str(error).partition("\n")[0] or type(error).__name__
         return None
-    except Exception as error:  # of Pallas, XLA or ptxas
-        return str(error).partition("\n")[0] or type(error).__name__
-    return None
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(compiled).result()
 
 
 def _is_array(leaf: Any) -> bool:
@@ -300,6 +302,15 @@ def add(choice: Choice) -> None:
         each.append(choice)
     if choice not in _choices:
         _choices[choice] = None
+        if _NOT_COMPILED in choice.reason and choice.operation not in _warned:
+            _warned.add(choice.operation)
+            _logger.warning(
+                "%s: %s serves some calls on %s: %s",
+                choice.operation,
+                choice.implementation,
+                choice.platform,
+                choice.reason,
+            )
         _logger.debug(
             "%s: %s on %s (%s), %s",
             choice.operation,

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int32
 
+from jaxserve.core.errors import is_out_of_memory
 from jaxserve.core.host import release_freed_memory
 from jaxserve.core.stalls import STALLS
 from jaxserve.kernels import dispatch
@@ -202,12 +203,14 @@ class Shelf:
             traced = self._trace(jitted, arguments, static)
             try:
                 return self._compile(traced.lower(), key, leaves)
-            except Exception:  # of Pallas, XLA or ptxas
-                jax.clear_caches()
+            except Exception as error:  # of Pallas, XLA or ptxas
+                if is_out_of_memory(error):  # while XLA tunes
+                    raise
                 with dispatch.compiling_alone() as refused:
                     traced = self._trace(jitted, arguments, static)
                 if not refused:
                     raise
+            jax.clear_caches()  # of traces with the kernels that are refused now
             return self._compile(traced.lower(), key, leaves)
 
     def _trace(self, jitted: Any, arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
