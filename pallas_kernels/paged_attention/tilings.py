@@ -104,6 +104,8 @@ def planned_tiling(
 ) -> Tiling | None:
     """Return the tiling of a model on a JAX device; None if no kernel there needs a plan.
 
+    XLA serves heads without a tiling, unless kernels are asked for by name.
+
     `implementation` is as in `paged_attention`; queries have `dtype`, pages have `page_dtype`;
     `heads` are kv_heads, group and head_dim, see `tiling_for`.
     """
@@ -120,14 +122,18 @@ def planned_tiling(
         and (gpu is None or gpu.has_mosaic)  # interpreted on other platforms
         and mosaic.serves(heads["group"], heads["head_dim"], dtype, page_dtype)
     )
-    kind = "mosaic" if is_mosaic else "triton"
-    return tiling_for(
-        device=device.device_kind,
-        num_cores=num_cores,
-        kind=kind,
-        chunk_invariant=chunk_invariant,
-        **heads,
-    )
+    try:
+        return tiling_for(
+            device=device.device_kind,
+            num_cores=num_cores,
+            kind="mosaic" if is_mosaic else "triton",
+            chunk_invariant=chunk_invariant,
+            **heads,
+        )
+    except NotImplementedError:
+        if implementation is not None and "xla" not in names:
+            raise
+        return None
 
 
 def is_tuned(device: str) -> bool:

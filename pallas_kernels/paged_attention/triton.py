@@ -38,9 +38,9 @@ def paged_attention(
     q, plan = call.q, call.plan
     if call.distance_bias is not None:
         raise NotImplementedError("it has no bias by distance")
+    _check_types(q, call.k_pages, call.sliding_window)
     if plan is None:
         raise NotImplementedError("it needs a plan of the batch; pass plan=")
-    _check_types(q, call.k_pages, call.sliding_window)
     gpu.require_addressable(call.k_pages, call.v_pages)
     layers, num_pages, kv_heads, page_size, head_dim = call.k_pages.shape
     tiling = plan.tiling

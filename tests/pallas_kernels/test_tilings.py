@@ -87,6 +87,21 @@ def test_tiles_of_mosaic_are_for_hopper(name, is_mosaic):
     assert tiling.tile_programs % gpu.num_cores == 0
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_refused"), [(None, False), ("triton,xla", False), ("triton", True)]
+)
+def test_xla_serves_heads_without_a_tiling(asked, is_refused):
+    """Gemma 4 has heads of 512 numbers; the kernel that is asked for alone says what it serves."""
+    gpu = GPUS["h200"]
+    device = SimpleNamespace(platform="gpu", device_kind=gpu.kind, core_count=gpu.num_cores)
+    with targeting(gpu):
+        if is_refused:
+            with pytest.raises(NotImplementedError, match="no tiling for head_dim 512"):
+                planned_tiling(device, asked, **DTYPES, **HEADS | {"head_dim": 512})
+        else:
+            assert planned_tiling(device, asked, **DTYPES, **HEADS | {"head_dim": 512}) is None
+
+
 @pytest.mark.parametrize("asked", [None, "xla", "triton", "mosaic,triton"])
 def test_there_is_none_where_no_kernel_needs_a_plan(asked):
     """On a CPU only interpreted kernels use plans."""
