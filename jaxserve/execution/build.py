@@ -29,6 +29,7 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.memory_plan import (
     PoolSize,
     StepBytes,
+    free_device_bytes,
     leaves_room,
     plan_host_pages,
     plan_pool,
@@ -155,7 +156,8 @@ class PlacedModel:
         fewest = 1 + draft.page_layout.num_tables
         kv_memory = self.spec.options.kv_memory
         return plan_pool(
-            next(iter(self.place.whole.addressable_devices)),
+            # Of several devices, one may have less free memory than the others.
+            min(self.place.whole.addressable_devices, key=free_device_bytes),
             page_bytes=self.page_bytes,
             step_bytes=step_bytes,
             state_bytes=self._device_bytes(self.abstract_cache(2))

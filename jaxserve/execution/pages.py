@@ -37,10 +37,9 @@ PAGES_A_CALL = 8
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
-# Maximum bytes of pages in transit to the host; they take device memory, then pinned host memory.
-MAX_LEAVING_BYTES = 1 << 30
-# Maximum bytes of pages in transit from the host, before a step waits for the first of them.
-MAX_INCOMING_BYTES = 1 << 30
+# The least and most bytes of pages in transit in one direction, and how many times they fit in the
+# pool. They take device memory beside it; on a GPU a pool leaves 8 % of what was free.
+_LEAST_TRANSIT_BYTES, _MOST_TRANSIT_BYTES, _TRANSITS_A_POOL = 64 << 20, 1 << 30, 32
 
 
 def num_incoming(config: EngineConfig, plan: StepPlan) -> int:
@@ -50,6 +49,12 @@ def num_incoming(config: EngineConfig, plan: StepPlan) -> int:
     """
     is_one_call = plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL
     return 0 if is_one_call else min(config.num_incoming_pages, len(plan.swaps_in))
+
+
+def transit_bytes(pool_bytes: int) -> int:
+    """Return the maximum bytes of pages in transit in one direction, to the host or from it."""
+    share = max(_LEAST_TRANSIT_BYTES, pool_bytes // _TRANSITS_A_POOL)
+    return min(_MOST_TRANSIT_BYTES, share)
 
 
 def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
@@ -184,8 +189,9 @@ class DevicePages:
     stores them, one call after another; a caller that needs a page waits for that page alone.
 
     Args:
-      max_leaving_bytes: maximum size of the pages in transit to the host, but at least one call's.
-      max_incoming_bytes: maximum size of the pages in transit from the host.
+      max_leaving_bytes: maximum size of the pages in transit to the host, but at least one call's;
+        by default `transit_bytes`.
+      max_incoming_bytes: maximum size of the pages in transit from the host, likewise.
       copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
       read: waits for pages in pinned host memory, and returns them; by default `to_host`.
     """
@@ -197,8 +203,8 @@ class DevicePages:
         num_host_pages: int = 0,
         shelf: Shelf | None = None,
         *,
-        max_leaving_bytes: int = MAX_LEAVING_BYTES,
-        max_incoming_bytes: int = MAX_INCOMING_BYTES,
+        max_leaving_bytes: int | None = None,
+        max_incoming_bytes: int | None = None,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
         read: Callable[[Sequence[jax.Array]], np.ndarray] = to_host,
     ):
@@ -206,9 +212,10 @@ class DevicePages:
         self.place = place
         self._copy = copy or jax.jit(gathered, out_shardings=place)
         self._num_host_pages = num_host_pages + 1
-        self._max_leaving_bytes = max_leaving_bytes
-        self._max_incoming_bytes = max_incoming_bytes
         self._own = OwnShards(place)
+        most = transit_bytes(sum(map(self._own.nbytes, self._leaves)))
+        self._max_leaving_bytes = most if max_leaving_bytes is None else max_leaving_bytes
+        self._max_incoming_bytes = most if max_incoming_bytes is None else max_incoming_bytes
         self._read_pieces = read
         self._staging = staging_place(place)
         shelf = shelf or unkept(place)

@@ -302,7 +302,8 @@ _BUILTIN = ("builtins", "collections", "functools", "jaxtyping")
 _GPU_PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     *("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-cublas-cu12", "nvidia-cublas"),
-    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nvvm", "nvidia-nvjitlink"),
+    "nvidia-nvjitlink-cu12",
 )
 # Environment variables with flags of compilers, and another one that decides their products.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, to_host
+from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, to_host, transit_bytes
 from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.sharding import make_mesh
@@ -166,6 +166,14 @@ def test_pages_in_transit_to_the_host_are_bounded(num_shards):
     third.join()
     contents = b"".join(x[:, 3 * PAGES_A_CALL].tobytes() for x in before)
     assert pages.read_host_page(3 * PAGES_A_CALL - 1) == contents
+
+
+def test_pages_in_transit_fit_beside_the_pool():
+    """In both directions together they take less than the 8 % that a pool leaves free."""
+    for pool_bytes in (2 << 30, 6 << 30, 40 << 30, 100 << 30):
+        assert 2 * transit_bytes(pool_bytes) < pool_bytes * 0.08 / 0.92
+    assert transit_bytes(100 << 30) == 1 << 30
+    assert transit_bytes(1) == 64 << 20
 
 
 def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
