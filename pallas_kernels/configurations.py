@@ -8,6 +8,9 @@ from jaxserve.kernels.fused_matmul.row_shapes import CONFIGURATIONS as _ROWWISE
 from jaxserve.kernels.fused_matmul.shapes import CONFIGURATIONS as _FUSED
 from jaxserve.kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
 from jaxserve.kernels.grouped_matmul.shapes import CONFIGURATIONS as _GROUPED
+from jaxserve.kernels.grouped_matmul.shapes import (
+    INVARIANT_CONFIGURATIONS as _INVARIANT_GROUPED,
+)
 from jaxserve.kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
 from jaxserve.kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
 from jaxserve.kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
@@ -45,6 +48,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *_FUSED,
     *_ROWWISE,
     *_GROUPED,
+    *_INVARIANT_GROUPED,
     *_NORMS,
     *_GATED_CELLS,
 )

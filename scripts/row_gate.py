@@ -27,6 +27,10 @@ import jax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxserve.kernels.fused_matmul.row_shapes import CONFIGURATIONS, Configuration  # noqa: E402
+from jaxserve.kernels.grouped_matmul.shapes import (  # noqa: E402
+    INVARIANT_CONFIGURATIONS,
+    GroupedShape,
+)
 from scripts.gate_device import mesh_of  # noqa: E402
 
 _TOKENS = (1, 100, 2048)
@@ -34,7 +38,9 @@ _TOKENS = (1, 100, 2048)
 
 def main() -> int:
     mesh, num_problems = mesh_of(), 0
-    products = {replace(each, tokens=1): None for each in CONFIGURATIONS}
+    products: dict[Configuration | GroupedShape, None] = {
+        replace(each, tokens=1): None for each in (*CONFIGURATIONS, *INVARIANT_CONFIGURATIONS)
+    }
     for product in products:
         found = {tokens: _operations(mesh, replace(product, tokens=tokens)) for tokens in _TOKENS}
         first = found[_TOKENS[0]]
@@ -61,7 +67,9 @@ def operations(ptx: Sequence[str]) -> tuple[tuple[str, ...], Counter[str]]:
     return tuple(matrix), Counter(others)
 
 
-def _operations(mesh: Mesh, product: Configuration) -> tuple[tuple[str, ...], Counter[str]]:
+def _operations(
+    mesh: Mesh, product: Configuration | GroupedShape
+) -> tuple[tuple[str, ...], Counter[str]]:
     before = set(Path(_DUMP.name).glob("*.ptx"))
     function, arguments = product.call()
     place = NamedSharding(mesh, PartitionSpec())

@@ -285,7 +285,7 @@ def _obstacles(
         given |= {
             f"with head_dim={heads} on a GPU: serve a model of at most 256": heads > 256,
             f"with {' and '.join(parts)} on a GPU, whose sums have no fixed order there: serve "
-            "dense layers without adapters, with weights in the model's dtype": bool(parts),
+            "layers without adapters, with weights in the model's dtype": bool(parts),
         }
     else:
         dtype = model_config.dtype

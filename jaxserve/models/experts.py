@@ -9,14 +9,13 @@ from typing import Literal, final
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.layers import ACTIVATIONS, GatedMLP, TwoLayerMLP, gate_of
-from jaxserve.models.linear import Linear
+from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import normed, with_residual
@@ -32,7 +31,7 @@ from jaxserve.sharding.shards import (
 
 
 @final
-class Experts(nnx.Module):
+class Experts(SumsRows):
     """The MLPs of a mixture, gated or not.
 
     gate_up   [experts, embed, 2, mlp]    if they are gated
@@ -59,13 +58,15 @@ class Experts(nnx.Module):
         self.bdown = new.zeros(("experts", "embed"), (num, embed)) if has_bias else None
 
     @property
-    def first(self) -> Linear:
-        """The product before the activation."""
-        return Linear(self.gate_up, self.bgate_up) if self.is_gated else Linear(self.up)
+    def products(self) -> tuple[Linear, Linear]:
+        """The products before and after the activation."""
+        linear = partial(Linear, row_kernels=self.row_kernels)
+        first = linear(self.gate_up, self.bgate_up) if self.is_gated else linear(self.up)
+        return first, linear(self.down, self.bdown)
 
 
 @final
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(SumsRows):
     """Several MLPs; a router sends each token to a few of them and weighs their outputs.
 
         router         [embed, experts]
@@ -113,9 +114,10 @@ class MixtureOfExperts(nnx.Module):
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         config, adapter = self.config, context.adapter
+        linear = partial(Linear, row_kernels=self.row_kernels)
         x = normed(x, norm)
         bias = self.router_bias if config.has_router_bias else None
-        logits = Linear(self.router, bias)(x, adapter, out_dtype=jnp.float32)
+        logits = linear(self.router, bias)(x, adapter, out_dtype=jnp.float32)
         correction = self.correction[...] if config.has_correction else None
         gates, experts = choose(logits, config, correction)
         num_shards = num_tensor_shards()
@@ -130,16 +132,16 @@ class MixtureOfExperts(nnx.Module):
             in_specs=(P(), P(), P(), P(), P(TENSOR), P(TENSOR)),
             out_specs=P(),
         )
-        own, inner = self.experts, x
+        inner = x
         if config.latent_size is not None:
-            inner = Linear(self.latent_in, self.blatent_in)(x, adapter)
-        out = mix(inner, gates, experts, adapter, own.first, Linear(own.down, own.bdown))
+            inner = linear(self.latent_in, self.blatent_in)(x, adapter)
+        out = mix(inner, gates, experts, adapter, *self.experts.products)
         if config.latent_size is not None:
-            out = Linear(self.latent_out, self.blatent_out)(out, adapter)
+            out = linear(self.latent_out, self.blatent_out)(out, adapter)
         if config.shared_size is not None:
             shared = self.shared(x, context)
             if config.has_shared_gate:
-                share = Linear(self.shared_gate)(x, adapter, out_dtype=jnp.float32)
+                share = linear(self.shared_gate)(x, adapter, out_dtype=jnp.float32)
                 shared = shared * jax.nn.sigmoid(share).astype(x.dtype)
             out = out + shared
         return with_residual(residual, out)

@@ -7,8 +7,9 @@ a dense weight, or a module with another representation: `quantised.QuantisedWei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar, final
 
 import jax
@@ -21,6 +22,10 @@ from jaxserve.kernels import grouped_matmul, matmul
 # Implementations of `jaxserve.kernels` that give a row the same bits in any batch; the second runs
 # on any platform, for tests.
 RowKernels = Literal["triton", "triton_interpreted"]
+# Row kernels -> the implementations of products that are by default other kernels.
+FIXED_TILES: Mapping[RowKernels | None, Literal["triton_rows", "triton_rows_interpreted"]] = (
+    MappingProxyType({"triton": "triton_rows", "triton_interpreted": "triton_rows_interpreted"})
+)
 
 
 class SumsRows(nnx.Module):
@@ -157,7 +162,9 @@ class DenseWeight:
     ) -> Float[Array, " tokens *out"]:
         """Compute the product by `jaxserve.kernels.grouped_matmul`."""
         matrices, width, *out = self.array.shape
-        flat = grouped_matmul(x, self.array.reshape(matrices, width, -1), sizes)
+        weight = self.array.reshape(matrices, width, -1)
+        how = FIXED_TILES.get(self.row_kernels)
+        flat = grouped_matmul(x, weight, sizes, implementation=how)
         return flat.reshape(-1, *out)
 
     def rows(
@@ -199,11 +206,7 @@ class Linear:
     ) -> Float[Array, " tokens *out"]:
         """Return the product in `out_dtype`, x's dtype by default; see `Representation`."""
         out_dtype = x.dtype if out_dtype is None else out_dtype
-        weight = representation_of(self.weight)
-        if self.row_kernels is not None:
-            if not isinstance(weight, DenseWeight):
-                raise NotImplementedError(f"row kernels of a {type(weight).__name__}")
-            weight = replace(weight, row_kernels=self.row_kernels)
+        weight = self._representation()
         out = weight.product(x, adapter, transposed=self.transposed, out_dtype=out_dtype)
         return out if self.bias is None else out + self.bias[...].astype(out_dtype)
 
@@ -217,7 +220,7 @@ class Linear:
 
         See `Representation.grouped_product`. Tokens after the last group have arbitrary values.
         """
-        out = representation_of(self.weight).grouped_product(x, sizes, adapter)
+        out = self._representation().grouped_product(x, sizes, adapter)
         if self.bias is None:
             return out
         matrix = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right")
@@ -230,6 +233,15 @@ class Linear:
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
         return representation_of(self.weight).rows(index, adapter, dtype)
+
+    def _representation(self) -> Representation:
+        """Return the weight with its row kernels, or raise NotImplementedError."""
+        weight = representation_of(self.weight)
+        if self.row_kernels is None:
+            return weight
+        if not isinstance(weight, DenseWeight):
+            raise NotImplementedError(f"row kernels of a {type(weight).__name__}")
+        return replace(weight, row_kernels=self.row_kernels)
 
 
 def replace_weights(

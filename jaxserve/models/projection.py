@@ -5,10 +5,8 @@ On GPUs a step of few tokens computes them in one kernel (`jaxserve.kernels.fuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
-from typing import Any
 
 import jax
 from flax import nnx
@@ -16,15 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels import RMSScale, dispatch, fused_matmul, gated_silu
-from jaxserve.models.linear import Linear
+from jaxserve.models.linear import FIXED_TILES, Linear
 from jaxserve.models.norms import Norm, RMSNorm
 from jaxserve.sharding import fitted_spec
 from jaxserve.sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
-
-# Row kernels -> the same kernels, fused with the operations after the product.
-_FUSED: Mapping[Any, Any] = MappingProxyType(
-    {"triton": "triton_rows", "triton_interpreted": "triton_rows_interpreted"}
-)
 
 Gate = Callable[[Float[Array, "tokens 2 out"]], Float[Array, "tokens out"]]
 
@@ -83,7 +76,7 @@ def _by_rows(
         bias=None if linear.bias is None else linear.bias[...],
         is_gated=gate is gated_silu,
         residual=residual if is_fused else None,
-        implementation=_FUSED[linear.row_kernels],
+        implementation=FIXED_TILES[linear.row_kernels],
     )
     return out if gate is None or is_fused else with_residual(residual, gate(out))
 

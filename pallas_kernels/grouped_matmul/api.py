@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from jaxtyping import Array, Float, Int32
@@ -9,12 +10,17 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.matmul import cpu, xla
 
-Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
+Implementation = Literal[
+    "xla", "cpu", "triton", "triton_interpreted", "triton_rows", "triton_rows_interpreted"
+]
 
+_TRITON = dispatch.by_triton("grouped_matmul", "grouped_matmul")
 _IMPLEMENTATIONS = {
     "xla": xla.grouped_matmul,
     "cpu": cpu.grouped_matmul,
-    **dispatch.by_triton("grouped_matmul", "grouped_matmul"),
+    **_TRITON,
+    "triton_rows": partial(_TRITON["triton"], batch_invariant=True),
+    "triton_rows_interpreted": partial(_TRITON["triton_interpreted"], batch_invariant=True),
 }
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 
@@ -34,10 +40,12 @@ def grouped_matmul(
     Args:
       implementation: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
         elsewhere or if these refuse. "xla" multiplies all tokens with every matrix, except on TPUs.
+        "triton_rows" is by name only: that of "triton" with one tile for any number of tokens.
 
     Returns:
-      [tokens, out] in x's dtype, accumulated in float32 or wider. With "cpu", the bits of a row
-      depend on it and on its matrix only.
+      [tokens, out] in x's dtype, accumulated in float32 or wider. With "cpu" and "triton_rows",
+      the bits of a row depend on it and on its matrix only; with "triton", also on the number of
+      tokens.
 
     Raises:
       NotImplementedError, ValueError: see `dispatch`.

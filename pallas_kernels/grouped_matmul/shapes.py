@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -16,7 +16,10 @@ from jaxserve.kernels.grouped_matmul.api import Implementation, grouped_matmul
 @final
 @dataclass(frozen=True, kw_only=True)
 class GroupedShape:
-    """Tokens [tokens, inputs] in groups, and a weight [matrices, inputs, columns]."""
+    """Tokens [tokens, inputs] in groups, and a weight [matrices, inputs, columns].
+
+    `batch_invariant` says that a row must have the same bits in any batch.
+    """
 
     name: str
     tokens: int
@@ -24,15 +27,22 @@ class GroupedShape:
     inputs: int
     columns: int
     dtype: str = "bfloat16"
+    batch_invariant: bool = False
     kernels = frozenset({"grouped_matmul"})
     donated = ()
 
     def __str__(self) -> str:
         sizes = f"{self.matrices}x{self.inputs}x{self.columns}"
-        return f"grouped-{self.name}-{sizes}-{self.dtype}-{self.tokens}"
+        kind = "rows" if self.batch_invariant else "grouped"
+        return f"{kind}-{self.name}-{sizes}-{self.dtype}-{self.tokens}"
 
-    def call(self, *, implementation: Implementation = "triton") -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
+    def call(self, *, implementation: Implementation | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return a function for `jax.jit`, and its abstract arguments.
+
+        The implementation is by default the kernel for GPUs.
+        """
+        if implementation is None:
+            implementation = "triton_rows" if self.batch_invariant else "triton"
         arguments = jax.eval_shape(lambda: make_inputs(self, np.zeros(self.matrices, np.int32)))
         return partial(grouped_matmul, implementation=implementation), arguments
 
@@ -68,10 +78,19 @@ def _experts(
 
 _QWEN3_30B = dict(matrices=128, embed=2048, mlp=768)
 _MIXTRAL_8X7B = dict(matrices=8, embed=4096, mlp=14336)
-# One and 64 decoded tokens, and 512 and 4,096 tokens of prompts, each with its experts.
+
+
+def _both(tokens: int) -> tuple[GroupedShape, ...]:
+    """Return the products of tokens, each with its experts."""
+    qwen3 = _experts("qwen3_30b", 8 * tokens, **_QWEN3_30B)
+    return (*qwen3, *_experts("mixtral", 2 * tokens, **_MIXTRAL_8X7B))
+
+
+# 64 decoded tokens, 512 tokens of prompts, and one decoded token.
+BENCHMARK_SHAPES = (*_both(64), *_both(512), *_both(1))
 CONFIGURATIONS = (
-    *(s for n in (1, 64, 512, 4096) for s in _experts("qwen3_30b", 8 * n, **_QWEN3_30B)),
-    *(s for n in (1, 64, 512, 4096) for s in _experts("mixtral", 2 * n, **_MIXTRAL_8X7B)),
+    *BENCHMARK_SHAPES,
+    *_both(4096),
     # Adapters of rank 16, and sizes that fill no tile.
     GroupedShape(name="adapters", tokens=64, matrices=8, inputs=4096, columns=16),
     GroupedShape(name="adapters", tokens=64, matrices=8, inputs=16, columns=4096),
@@ -79,6 +98,10 @@ CONFIGURATIONS = (
     GroupedShape(
         name="uneven", tokens=300, matrices=60, inputs=1000, columns=1416, dtype="float32"
     ),
+)
+# The same at 64 decoded tokens, and sizes that fill no tile, for batch invariance.
+INVARIANT_CONFIGURATIONS = tuple(
+    replace(shape, batch_invariant=True) for shape in (*_both(64), *CONFIGURATIONS[-2:])
 )
 # Sizes that fill no tile, and tiles of each height.
 TEST_SHAPES = (

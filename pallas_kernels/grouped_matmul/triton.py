@@ -4,6 +4,8 @@ A Pallas kernel, compiled by Triton. A program has one tile of tokens of one gro
 columns, so it reads one matrix. Groups have any sizes, which only the device knows. The grid has as
 many tiles as the worst sizes need. Each program adds up the tiles of the groups to find its own
 group; programs past the last tile do nothing.
+
+A row has the same bits in any batch if `batch_invariant` fixes the tile, as in `matmul.triton`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels import dispatch, gpu
 from jaxserve.kernels.matmul import xla
-from jaxserve.kernels.matmul.triton import load_tile
+from jaxserve.kernels.matmul.triton import load_tile, row_tile
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Tiles that share the columns of a matrix in the device's cache before the next columns begin.
@@ -52,14 +54,21 @@ class Tiling:
         return (tokens + groups * (self.tokens - 1)) // self.tokens
 
 
-def tiling(tokens: int, weight: tuple[int, ...], itemsize: int) -> Tiling:
+def tiling(
+    tokens: int, weight: tuple[int, ...], itemsize: int, *, batch_invariant: bool = False
+) -> Tiling:
     """Return the tile of a product of `tokens` rows with a weight [matrices, in, out].
 
     Tiles have room for about twice the tokens of an average group, up to 128. A group with fewer
     tokens than 128 is bound by the memory that its matrix is read from, on every GPU that this
-    serves, so empty rows of a tile cost little.
+    serves, so empty rows of a tile cost little. With `batch_invariant`, the tile follows from the
+    weight alone.
     """
     matrices, inputs, columns = weight
+    if batch_invariant:
+        rows, width, block = row_tile(matrices * columns, itemsize)
+        stages = gpu.num_stages(4, itemsize * block * (rows + width))
+        return Tiling(tokens=rows, columns=width, block=block, warps=4, stages=stages)
     block = min(_BLOCK, max(_MIN_BLOCK, gpu.power_of_two(inputs)))
     if itemsize == 4:  # multiplied in full precision, without tensor cores
         return Tiling(tokens=32, columns=32, block=min(block, 32), warps=4, stages=3)
@@ -79,6 +88,7 @@ def grouped_matmul(
     weight: Float[Array, " matrices in out"],
     sizes: Int32[Array, " matrices"],
     *,
+    batch_invariant: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "tokens out"]:
     """Implement `api.grouped_matmul`; `interpret` runs on any platform, for tests."""
@@ -93,18 +103,19 @@ def grouped_matmul(
     if 0 in (*x.shape, *weight.shape):
         raise NotImplementedError(f"x{x.shape} or weight{weight.shape} is empty")
     gpu.require_addressable(x, weight, jax.ShapeDtypeStruct((x.shape[0], weight.shape[2]), x.dtype))
-    return _product(interpret, x, weight, sizes)
+    tile = tiling(x.shape[0], weight.shape, x.dtype.itemsize, batch_invariant=batch_invariant)
+    return _product(interpret, tile, x, weight, sizes)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _product(
     interpret: bool,
+    tile: Tiling,
     x: Float[Array, "tokens in"],
     weight: Float[Array, " matrices in out"],
     sizes: Int32[Array, " matrices"],
 ) -> Float[Array, "tokens out"]:
     tokens, (matrices, _, columns) = x.shape[0], weight.shape
-    tile = tiling(tokens, weight.shape, x.dtype.itemsize)
     num_tiles = tile.num_tiles(tokens, matrices)
     return pl.pallas_call(
         partial(_kernel, tile),
@@ -120,13 +131,14 @@ def _product(
 @_product.defjvp
 def _derivative(
     interpret: bool,
+    tile: Tiling,
     values: tuple[jax.Array, jax.Array, jax.Array],
     tangents: tuple[jax.Array, jax.Array, Any],  # sizes have none
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's product, which XLA can transpose."""
     (x, weight, sizes), (dx, dweight, _) = values, tangents
     tangent = xla.grouped_matmul(dx, weight, sizes) + xla.grouped_matmul(x, dweight, sizes)
-    return _product(interpret, *values), tangent
+    return _product(interpret, tile, *values), tangent
 
 
 def _kernel(

@@ -81,15 +81,16 @@ def rowwise_product(
     (tokens, inputs), size = x.shape, x.dtype.itemsize
     columns = weight.shape[0 if transposed else 1] // (1 + is_gated)
     gpu.require_addressable(x, weight, jax.ShapeDtypeStruct((tokens, columns), out_dtype))
+    tile, width, block = row_tile(columns, size)
     sizes = _Sizes(
         tokens=tokens,
         inputs=inputs,
         columns=columns,
         parts=1 + is_gated,
         transposed=transposed,
-        tile=_TILES[size],
-        width=next(width for least, width in _WIDTHS[size].items() if columns >= least),
-        block=_BLOCKS[size],
+        tile=tile,
+        width=width,
+        block=block,
     )
     return pl.pallas_call(
         partial(_kernel, sizes),
@@ -105,6 +106,15 @@ def rowwise_product(
         interpret=interpret,
         name="rowwise_product",
     )(_Operands(x=x, weight=weight, bias=bias, residual=residual))
+
+
+def row_tile(columns: int, itemsize: int) -> tuple[int, int, int]:
+    """Return a program's tokens and columns, and the inputs that it multiplies at a time.
+
+    They follow from the columns of the weight, and the bytes of a number, alone.
+    """
+    width = next(width for least, width in _WIDTHS[itemsize].items() if columns >= least)
+    return _TILES[itemsize], width, _BLOCKS[itemsize]
 
 
 @final

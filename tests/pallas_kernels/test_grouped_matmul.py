@@ -50,11 +50,36 @@ def test_groups_of_any_sizes_agree_with_float64(shape):
         assert not got[len(matrix) :].any()
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(shape):
+    """Fewer tokens, in groups of other sizes, have the bits that they have among all."""
+    run = jax.jit(shape.call(implementation="triton_rows_interpreted")[0])
+    inputs = make_inputs(shape, sizes := random_sizes(shape, 0))
+    whole = np.asarray(run(**inputs))
+    after = shape.tokens - sizes.sum()
+    matrix = np.repeat(np.arange(shape.matrices + 1), [*sizes, after])
+    random = np.random.default_rng(0)
+    for count in (1, 2, shape.tokens // 2, shape.tokens - 1):
+        chosen = np.sort(random.choice(shape.tokens, count, replace=False))
+        own = np.bincount(matrix[chosen], minlength=shape.matrices + 1)[:-1]
+        got = run(inputs["x"][chosen], inputs["weight"], jnp.asarray(own, jnp.int32))
+        np.testing.assert_array_equal(np.asarray(got), whole[chosen])
+
+
+def test_the_tile_of_invariant_rows_follows_from_the_weight():
+    """The number of tokens changes it only without `batch_invariant`."""
+    for itemsize in (2, 4):
+        fixed = {tiling(n, (8, 64, 96), itemsize, batch_invariant=True) for n in (1, 90, 4096)}
+        assert len(fixed) == 1
+    assert len({tiling(n, (8, 64, 96), 2).tokens for n in (1, 90, 4096)}) == 3
+
+
 def test_the_grid_has_room_for_any_sizes():
     """No sizes of groups need more tiles, and some need all of them."""
     random = np.random.default_rng(0)
     for tokens, matrices in random.integers(1, 300, (50, 2)).tolist():
-        tile = tiling(tokens, (matrices, 64, 64), 2)
+        tile = tiling(tokens, (matrices, 64, 64), 2, batch_invariant=tokens % 2 == 0)
         largest = tile.num_tiles(tokens, matrices)
         for concentration in (0.01, 0.1, 1.0, 100.0):
             shares = random.dirichlet(np.full(matrices + 1, concentration))

@@ -266,6 +266,22 @@ def test_groups_agree_with_float32(shape):
     assert not got[begin:].any()
 
 
+@pytest.mark.parametrize("shape", grouped_shapes.INVARIANT_CONFIGURATIONS, ids=str)
+def test_invariant_groups_keep_the_bits_of_a_row(shape):
+    """A token has the same bits in fewer tokens, at another place of a group of another size."""
+    run = jax.jit(shape.call()[0])
+    sizes = grouped_shapes.random_sizes(shape, seed=0)
+    inputs = grouped_shapes.make_inputs(shape, sizes)
+    whole = run(**inputs)
+    matrix = np.repeat(np.arange(shape.matrices + 1), [*sizes, shape.tokens - sizes.sum()])
+    random = np.random.default_rng(0)
+    for count in (1, 2, *random.integers(3, shape.tokens, 3)):
+        chosen = np.sort(random.choice(shape.tokens, count, replace=False))
+        own = np.bincount(matrix[chosen], minlength=shape.matrices + 1)[:-1]
+        got = run(inputs["x"][chosen], inputs["weight"], jnp.asarray(own, jnp.int32))
+        assert jnp.array_equal(got, whole[chosen]), count
+
+
 def test_maxima_of_rows_are_exact():
     """The likeliest tokens are those of XLA, of one row and of many."""
     for rows in (1, 64):

@@ -13,6 +13,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.kernels import dispatch
+from jaxserve.models.linear import without_row_kernels
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
 from tests.runtime.serving import bits_of, tiny_family
 
@@ -52,8 +53,8 @@ def test_invariant_when_batches_chunks_and_cached_prefixes_change_nothing():
 
 
 @pytest.mark.skipif(not IS_GPU, reason="there is no GPU")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_invariant_on_a_gpu_in_random_batches(dtype):
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "qwen3_moe"])
+def test_invariant_on_a_gpu_in_random_batches(kind):
     """Many requests of random sizes have the bits that they have alone, in random batches."""
     random = np.random.default_rng(0)
     prompts = random_prompts(24, seed=0, longest=90)
@@ -64,7 +65,7 @@ def test_invariant_on_a_gpu_in_random_batches(dtype):
         for i in range(len(prompts))
     ]
 
-    model = tiny_llama(dtype=jnp.dtype(dtype))
+    model = tiny_family(kind) if kind == "qwen3_moe" else tiny_llama(dtype=jnp.dtype(kind))
     options: dict[str, Any] = OPTIONS | {"max_slots": 16, "deterministic": True}
     single: dict[str, Any] = options | {"max_slots": 1}
     with Runtime(model, **single) as rt:
@@ -93,7 +94,17 @@ def test_weights_that_the_kernels_do_not_serve_are_refused(options, message):
         Runtime(tiny_llama(), **ON | options)
 
 
-def test_mixtures_of_experts_are_refused():
-    """Their groups of tokens have products of XLA's on GPUs."""
-    with pytest.raises(InvalidConfigError, match="with Experts and MixtureOfExperts on a GPU"):
-        Runtime(tiny_family("qwen3_moe"), **ON)
+@pytest.mark.release
+def test_invariant_experts():
+    """Groups of tokens have other sizes in each batch, and a token the same bits."""
+    with Runtime(tiny_family("qwen3_moe"), policy="pensieve", **ON) as rt:
+        together = own_bits(rt, range(len(PROMPTS)))
+        for i in (3, 0, 2, 1):
+            assert own_bits(rt, [i]) == {i: together[i]}
+    served = {(each.operation, each.implementation) for each in dispatch.choices()}
+    assert ("grouped_matmul", KERNELS.replace("triton", "triton_rows")) in served
+
+
+def test_all_parts_of_a_mixture_have_row_kernels():
+    """Otherwise it would be refused."""
+    assert not without_row_kernels(tiny_family("qwen3_moe"))
