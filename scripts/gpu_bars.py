@@ -90,6 +90,7 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         *_mixed(shapes, "Triton"),
         *_mixed(_rows(parts, "mosaic", "shapes"), "Mosaic"),
         *_products(_rows(parts, "products", "products")),
+        *_groups(_rows(parts, "groups", "groups")),
         *_kernel_peers(parts, shapes),
         *(line for model in MODELS for line in _model(parts, model)),
         *_predicted(parts),
@@ -211,6 +212,15 @@ def _products(rows: Sequence[Row]) -> Iterable[Bar]:
     )
     ratios = [{**row, "ratio": row["dense_s"] / row["seconds"]} for row in few]
     yield _least(f"{what}: speed over the dense product", ratios, "ratio", 1.0, "{:.2f} times")
+
+
+def _groups(rows: Sequence[Row]) -> Iterable[Bar]:
+    """Yield the bars of products of groups of tokens: their error, XLA's product, and a loop."""
+    what = "products of groups"
+    yield _most(f"{what}, relative error", rows, "error", MAX_ERROR, "{:.1e}")
+    for other, field in (("XLA's", "xla_s"), ("a loop over the matrices", "loop_s")):
+        ratios = [{**row, "ratio": row[field] / row["seconds"]} for row in rows]
+        yield _least(f"{what}: speed over {other}", ratios, "ratio", 1.0, "{:.2f} times")
 
 
 def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:

@@ -51,8 +51,8 @@ _EIGHT_BITS = (
     *(*_TRITON, "--shapes", "llama3_8b_decode_32x4096,llama3_8b_decode_128x4096"),
     "--kv-dtype",
 )
-# By default tests compile with little optimisation.
-_AS_SERVED = {"XLA_FLAGS": ""}
+# By default tests compile with little optimisation, and on one processor.
+_AS_SERVED = {"XLA_FLAGS": "", "NPROC": str(os.cpu_count() or 1)}
 _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer="
 
 # Other libraries whose versions are recorded, because the peers' results depend on them.
@@ -156,6 +156,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             100,
         ),
         "products": Part(("benchmarks.kernels", "--shapes", "fused,product"), 100),
+        "groups": Part(("benchmarks.kernels", "--shapes", "grouped"), 75),
         "choices": Part(_CHOICES, 45),
         "choices_host": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}-WHILE"}),
         "choices_none": Part(_CHOICES, 45, {"XLA_FLAGS": _COMMAND_BUFFER}),

@@ -6,6 +6,7 @@ One model, with random weights of a well-known shape by default, at several batc
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -17,9 +18,13 @@ from benchmarks.common.shapes import SHAPES, shape_folder
 
 # Tokens of the answers in a trace, which has every kernel of every step.
 _TRACED_TOKENS = 64
+# XLA launches the kernels of CUDA graphs one by one while a profiler runs, unless it has this flag.
+_TRACES_GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.trace:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_TRACES_GRAPHS}"
     import jax.numpy as jnp
 
     from benchmarks.common import roofline

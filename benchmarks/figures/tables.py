@@ -831,7 +831,7 @@ _MACHINE = (
 _PEERS = ("jax_paged", "cudnn_dense", "cudnn_paged")
 KERNELS = Table(
     what=_MACHINE,
-    rows="shapes.* moves.* products.*",
+    rows="shapes.* moves.* products.* groups.*",
     columns=(
         ("", "{at[0]}"),
         ("shape", "{shape}"),
@@ -842,6 +842,7 @@ KERNELS = Table(
         ("error", "{error:.1e?}"),
         ("XLA, us", "{xla_s:,.1f /us?}"),
         ("dense, us", "{dense_s:,.1f /us?}"),
+        ("loop, us", "{loop_s:,.1f /us?}"),
         *((f"{peer}, us", f"{{peers[{peer}][seconds]:,.1f /us?}}") for peer in _PEERS),
     ),
     how="one run",

@@ -2,7 +2,8 @@
 
 Paged attention at named shapes: time, the share of the roofline, the error against float32, and
 JAX's other attention kernels. Writes into the cache and copies of pages: time, and the share of the
-copy bandwidth. Products with weights in few bits: time, and the share of the roofline.
+copy bandwidth. Products with weights in few bits, and of groups of tokens: time, and the share of
+the roofline.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from benchmarks.common.harness import Benchmark, Record, option
 from benchmarks.common.roofline import Machine, measure_gpu, of_bound
 from benchmarks.kernels import peers_jax
-from benchmarks.kernels.calls import measure_move, measure_product
+from benchmarks.kernels.calls import measure_groups, measure_move, measure_product
 from benchmarks.kernels.timing import (
     OTHERS,
     SHAPES,
@@ -32,6 +33,7 @@ from benchmarks.kernels.timing import (
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.kernels import dispatch
+from jaxserve.kernels.grouped_matmul.shapes import GroupedShape
 from jaxserve.kernels.paged_attention.shapes import AttentionShape
 from jaxserve.kernels.quantised_matmul.shapes import Configuration as Product
 
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         shapes=[],
         moves=[],
         products=[],
+        groups=[],
     )
     machine = measure_gpu(dtype)
     record.result["machine"] = machine.figures
@@ -62,6 +65,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             elif isinstance(each, Product):
                 measured = partial(measure_product, each, machine)
                 kind, name = "products", str(each)
+            elif isinstance(each, GroupedShape):
+                measured = partial(measure_groups, each, machine)
+                kind, name = "groups", str(each)
             else:
                 measured = partial(measure_move, each, machine.bytes_per_s)
                 kind, name = "moves", str(each)

@@ -13,11 +13,13 @@ import numpy as np
 from benchmarks.common.roofline import Machine, of_bound
 from benchmarks.common.timing import seconds
 from benchmarks.kernels.timing import CACHE_BYTES, CALLS, relative_error
-from jaxserve.kernels import RowsAt, matmul
+from jaxserve.kernels import RowsAt, grouped_matmul, matmul
 from jaxserve.kernels.fused_matmul.shapes import Configuration as Fused
 from jaxserve.kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
 from jaxserve.kernels.gated_cell.shapes import Configuration as Cell
 from jaxserve.kernels.gated_cell.shapes import make_inputs as make_cell_inputs
+from jaxserve.kernels.grouped_matmul.shapes import GroupedShape
+from jaxserve.kernels.grouped_matmul.shapes import make_inputs as make_grouped_inputs
 from jaxserve.kernels.kv_write.shapes import Configuration as Write
 from jaxserve.kernels.kv_write.shapes import make_inputs as make_write_inputs
 from jaxserve.kernels.page_copy.shapes import Configuration as Copy
@@ -172,6 +174,51 @@ def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
         "xla_s": xla_s,
         "dense_s": _product_seconds(matmul, x, [dense]),
     }
+
+
+def measure_groups(shape: GroupedShape, machine: Machine) -> dict[str, Any]:
+    """Return the figures of one call, and the seconds of XLA's product and of a loop.
+
+    Each token belongs to one of the matrices, all equally likely. Only those with tokens are read.
+    """
+    even = np.full(shape.matrices, 1 / shape.matrices)
+    sizes = np.random.default_rng(0).multinomial(shape.tokens, even)
+    given = jax.jit(partial(make_grouped_inputs, shape))(sizes.astype(np.int32))
+    x = given.pop("x")
+
+    def product(x: jax.Array, given: dict[str, jax.Array], implementation: Any = None) -> jax.Array:
+        return grouped_matmul(x, **given, implementation=implementation)
+
+    own_s = _product_seconds(product, x, [given])
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(_in_loop)(x.astype(jnp.float32), given)
+    matrix_bytes = shape.inputs * shape.columns * x.dtype.itemsize
+    num_bytes = int(np.count_nonzero(sizes)) * matrix_bytes
+    num_bytes += x.nbytes + shape.tokens * shape.columns * x.dtype.itemsize
+    flops = 2 * shape.tokens * shape.inputs * shape.columns
+    bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
+    return {
+        "shape": str(shape),
+        "tokens": shape.tokens,
+        **of_bound(own_s, bound_s, num_bytes=num_bytes),
+        "flops_per_s": flops / own_s,
+        "error": relative_error(jax.jit(product)(x, given), wanted),
+        "xla_s": _product_seconds(partial(product, implementation="xla"), x, [given]),
+        "loop_s": _product_seconds(_in_loop, x, [given]),
+    }
+
+
+def _in_loop(x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+    """Multiply all tokens with one matrix after the other; a token keeps the product of its own."""
+    weight, ends = given["weight"], jnp.cumsum(given["sizes"])
+    matrix = jnp.searchsorted(ends, jnp.arange(len(x)), side="right")
+
+    def one(number: jax.Array, out: jax.Array) -> jax.Array:
+        product = jnp.dot(x, weight[number].astype(x.dtype))
+        return jnp.where((matrix == number)[:, None], product, out)
+
+    nothing = jnp.zeros((len(x), weight.shape[2]), x.dtype)
+    return jax.lax.fori_loop(0, len(weight), one, nothing)
 
 
 def _product_seconds(product: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> float:

@@ -20,6 +20,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.kernels import Rows, paged_attention, quantize
 from jaxserve.kernels.fused_matmul import shapes as fused_shapes
 from jaxserve.kernels.gated_cell import shapes as cell_shapes
+from jaxserve.kernels.grouped_matmul import shapes as grouped_shapes
 from jaxserve.kernels.kv_write import shapes as write_shapes
 from jaxserve.kernels.page_copy import shapes as copy_shapes
 from jaxserve.kernels.paged_attention import Plan, Tiling, planned_tiling
@@ -50,6 +51,8 @@ OTHERS = {
     ),
     "product": product_shapes.CONFIGURATIONS,
     "small_products": product_shapes.SMALL_CONFIGURATIONS,
+    "grouped": grouped_shapes.BENCHMARK_SHAPES,
+    "small_groups": grouped_shapes.TEST_SHAPES[:1],
 }
 
 

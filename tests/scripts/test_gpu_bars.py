@@ -93,6 +93,16 @@ def test_products_in_few_bits_are_held_to_the_roofline():
     assert _found(parts, "products in few bits: speed")[1] == "2.00 times at worst, few"
 
 
+def test_products_of_groups_are_held_to_xla_and_a_loop():
+    """At the worst shape, too, they are not slower."""
+    row = {"shape": "a", "error": 1e-3, "seconds": 1e-4, "xla_s": 2e-3, "loop_s": 3e-4}
+    slow = row | {"shape": "b", "loop_s": 0.9e-4}
+    parts = {"groups": {"status": "done", "result": {"groups": [row, slow]}}}
+    assert _found(parts, "products of groups, relative error")[0] == "met"
+    assert _found(parts, "products of groups: speed over XLA") == ("met", "20.00 times at worst, a")
+    assert _found(parts, "products of groups: speed over a loop")[0] == "not met"
+
+
 def test_peers_are_compared_where_both_have_a_time():
     """A peer that could not run is not measured, and its reason is shown."""
     own = {**DECODE, "peers": {"cudnn_dense": {"seconds": 2e-3}, "jax_paged": {"reason": "no"}}}

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common.roofline import Machine
 from benchmarks.kernels import peers_jax
-from benchmarks.kernels.calls import measure_product
+from benchmarks.kernels.calls import measure_groups, measure_product
 from benchmarks.kernels.timing import SHAPES, Attention, chosen
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.kernels import paged_attention
@@ -44,6 +44,15 @@ def test_products_are_timed_and_compared():
         assert found["seconds"] > 0 and found["xla_s"] > 0 and found["dense_s"] > 0
         assert found["bound_s"] >= 1e-9 * 576 * 576 / 2
         assert 1e-4 < found["error"] < 2e-2
+
+
+def test_groups_are_timed_beside_xla_and_a_loop():
+    """Each has a time; the bound counts the matrices that have tokens."""
+    _, (shape,) = chosen("small_groups")
+    found = measure_groups(shape, Machine(flops_per_s=1e9, bytes_per_s=1e9))
+    assert min(found["seconds"], found["xla_s"], found["loop_s"]) > 0
+    flops = 2 * shape.tokens * shape.inputs * shape.columns
+    assert found["bound_s"] >= flops / 1e9 and found["error"] < 1e-6
 
 
 def test_errors_are_of_rows_of_every_kind():
