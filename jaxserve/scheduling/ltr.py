@@ -18,8 +18,8 @@ class LearningToRank(ServiceOrder):
     A sequence's score is given once, before its first token, and only the order of scores counts.
     Those of running sequences count too, so that a waiting one preempts those of higher scores
     (`Unified(preempts=True)`). What had no token in `starves` iterations has priority over all
-    others, until it has had tokens in `period` iterations. These numbers are from the authors'
-    scripts.
+    others, until it has had `period` tokens: a chunk of a prompt is no token, or prompts of more
+    chunks would be computed again and again. These numbers are from the authors' scripts.
 
     Assumed: the score is the mean of our predictor's distribution, where theirs comes from a model
     of 125M parameters that was trained on ranks alone; without an estimate it is the limit of the
@@ -40,7 +40,7 @@ class _Turn:
 
     Attributes:
       num_idle: iterations since its last token.
-      num_left: iterations for which it has priority.
+      num_left: tokens that it gets with priority.
     """
 
     num_outputs: int = 0
@@ -69,13 +69,14 @@ class Ranks:
         for sequence in [each for each in self._turns if each.phase is Phase.FINISHED]:
             del self._turns[sequence]
         had = {each: self._had(each, turn) for each, turn in self._turns.items()}
-        num_iterations = max(had.values(), default=0)
+        num_iterations = max((num for num, _ in had.values()), default=0)
         has_changed = False
         for sequence, turn in self._turns.items():
             had_priority = turn.num_left > 0
-            if had[sequence]:
+            num_own, num_tokens = had[sequence]
+            if num_own:
                 turn.num_idle = 0
-                turn.num_left -= min(had[sequence], max(turn.num_left, 0))
+                turn.num_left -= min(num_tokens, turn.num_left)
             else:
                 turn.num_idle += num_iterations
             if turn.num_idle >= self._starves:
@@ -83,9 +84,10 @@ class Ranks:
             has_changed = has_changed or had_priority != (turn.num_left > 0)
         return has_changed
 
-    def _had(self, sequence: Sequence, turn: _Turn) -> int:
-        """Return the iterations of the last step in which a sequence took part."""
+    def _had(self, sequence: Sequence, turn: _Turn) -> tuple[int, int]:
+        """Return the iterations of the last step in which a sequence took part, and its tokens."""
         outputs, computed = sequence.num_planned_outputs, sequence.kv.num_computed
-        num = max(outputs - turn.num_outputs, int(computed > turn.num_computed))
+        num_tokens = max(0, outputs - turn.num_outputs)
+        num = max(num_tokens, int(computed > turn.num_computed))
         turn.num_outputs, turn.num_computed = outputs, computed
-        return num
+        return num, num_tokens

@@ -263,7 +263,8 @@ class Step:
                 each
                 for each in self._queues.running
                 if not (only_bounded and each.request.has_bounds) and each not in have_rows
-                if keys.of(each) > keys.of(first)
+                # A sample waits for the prompt pages of its request's first one.
+                if keys.of(each) > keys.of(first) and each is not first.primary
             ]
             if awaits_disk or not others:  # room alone does not make it admissible
                 return None

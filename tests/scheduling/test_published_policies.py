@@ -191,6 +191,18 @@ def test_learning_to_rank_has_a_starving_answer_run(starves: int, begins_before_
     assert starves < 100 or begins_s > max(_ends(done[2:]))
 
 
+def test_a_sample_does_not_preempt_the_one_whose_prompt_it_shares():
+    """It would wait for that one again, which would compute the prompt without end."""
+    policy = replace(PRESETS["ltr"], order=LearningToRank(starves=4, period=2))
+    engine = engine_of(policy, replace(ONE_SLOT, max_step_tokens=8, token_buckets=()))
+    samples = dict(n=2, temperature=1.0, max_tokens=30, forced_length=(30, 30))
+    first, second = engine.add(request_of("group", tuple(range(40)), **samples))
+    for _ in range(200):
+        engine.step()
+    assert first.phase is second.phase is Phase.FINISHED
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
 def test_seer_begins_with_one_sample_of_each_group_and_goes_on_with_the_longest():
     """First come, first served, it would go through one group after the other."""
     begun = {}
