@@ -45,7 +45,8 @@ def test_what_takes_registers_is_launched_otherwise():
     masked = launches("float16", "has_alibi")
     assert masked == launches("bfloat16", "has_window", "has_cap")
     assert masked.split.num_warps > plain.split.num_warps
-    assert (masked.block_keys, masked.tile) == (plain.block_keys, plain.tile)
+    assert masked.tile.num_warps > plain.tile.num_warps
+    assert (masked.block_keys, masked.merge) == (plain.block_keys, plain.merge)
     wide = launches("float32", "has_alibi")
     assert wide == launches("float32") and wide.block_keys < plain.block_keys
 
