@@ -213,7 +213,7 @@ class DevicePages:
         self._copy = copy or jax.jit(gathered, out_shardings=place)
         self._num_host_pages = num_host_pages + 1
         self._own = OwnShards(place)
-        most = transit_bytes(sum(map(self._own.nbytes, self._leaves)))
+        most = transit_bytes(sum(map(self._own.nbytes, jax.tree.leaves(cache.pages))))
         self._max_leaving_bytes = most if max_leaving_bytes is None else max_leaving_bytes
         self._max_incoming_bytes = most if max_incoming_bytes is None else max_incoming_bytes
         self._read_pieces = read
