@@ -159,19 +159,6 @@ ONLINE = Table(
         is_lower_better=True,
     ),
 )
-SIMULATE = Table(
-    what="Measured and simulated",
-    rows="policies.*",
-    columns=(
-        ("policy", "{policy:words}"),
-        ("measured tokens/s", "{measured[output_tokens_per_s]:@~.0f}"),
-        ("predicted", "{predicted[output_tokens_per_s]:~.0f}"),
-        ("error", "{error[output_tokens_per_s]:~+.1%}"),
-        ("measured p99 latency, s", "{measured[latency_s][p99]:@~.1f}"),
-        ("predicted", "{predicted[latency_s][p99]:~.1f}"),
-        ("error", "{error[latency_p99_s]:~+.1%}"),
-    ),
-)
 
 
 def _of_best_other(best: Callable[..., float], *keys: str, link: bool = False) -> Cell:
@@ -961,7 +948,6 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "policies_grid": ("Policies over workloads and pools, simulated", POLICIES_GRID),
         "online": ("Latency against load", ONLINE),
         "flover": ("Flover's section VI", papers.FLOVER),
-        "simulate": ("Predicted and measured", SIMULATE),
         "s3": ("S3's models on its GPU, simulated", papers.S3),
         "memory": ("Memory of a sequence by context", MEMORY),
     },

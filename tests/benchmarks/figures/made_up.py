@@ -82,29 +82,12 @@ def results() -> dict[str, dict[str, Any]]:
         "compare": {"engines": engines, "repeats": 3},
     }
     policies = {policy: _three(speed) for policy, speed in speeds.items()}
-    simulated = [
-        {
-            "policy": policy,
-            **summary(
-                [
-                    {
-                        "measured": _figures(speed),
-                        "predicted": _figures(speed * (1 + error)),
-                        "error": {"output_tokens_per_s": error, "latency_p99_s": -error},
-                    }
-                    for error in (0.1, 0.02, 0.03)
-                ]
-            ),
-        }
-        for policy, speed in speeds.items()
-    ]
     s3 = {"output_tokens_per_s": 5.0, "average_batch": 4.0, "num_iterations": 3}
     faster = {"output_tokens_per_s": 8.0}
     made = {
         "offline": offline,
         "policies": {"repeats": 3, "policies": policies, "arguments": ARGUMENTS},
         "online": {"repeats": 1, "policies": points, "arguments": ARGUMENTS},
-        "simulate": {"repeats": 3, "policies": simulated},
         "s3": {
             "arguments": ARGUMENTS,
             "models": {"a model": {"orca": s3, "auto": s3, "s3_oracle": {**s3, **faster}}},
