@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common.harness import Benchmark, option, some_of
-from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, or_none, play
 from benchmarks.exegpt.estimated import figure_10, figure_11, table_5
@@ -41,7 +39,6 @@ from jaxserve.planning.schedules import (
     RRATimeline,
     SearchResult,
     TaskLengths,
-    Timeline,
     WAATimeline,
     timelines_of,
 )
@@ -73,10 +70,6 @@ class Contest:
         self.timelines = timelines_of(deployment, lengths, ("rra", "waa"))
         self._continuous = timelines_of(deployment, lengths, ("continuous",))
 
-    @cached_property
-    def _overlapping(self) -> Timeline:
-        return RRATimeline(replace(self.deployment, overlaps_rounds=True), self._lengths)
-
     def point(self, bound_s: float, *, num_seeds: int = 0) -> dict[str, Any]:
         """Return the best of each system under a bound, and the figures of the played schedule.
 
@@ -99,7 +92,6 @@ class Contest:
                 name: None if (i := served.best_at(bound_s)) is None else int(served.batch[i])
                 for name, served in self.served.items()
             },
-            "overlapping_rra_per_s": maximise([self._overlapping], score).score or None,
         }
         try:
             choice = search(self.deployment, self._lengths, bounds)
@@ -182,7 +174,7 @@ _PLANNED_LEVEL = 0.995
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     models = tuple(some_of(options.models, "--models", MODELS))
-    points, sevenths, cases = [], [], []
+    points, sevenths = [], []
     wanted = [*scenarios(models), *figure_7(models)]
     for scenario in tqdm(dict.fromkeys(wanted), desc="exegpt", leave=False, delay=2):
         lengths = replace(scenario.lengths(), level=_PLANNED_LEVEL)
@@ -191,7 +183,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             point = scenario.named() | contest.point(bound_s, num_seeds=options.seeds)
             if scenario.figure:
                 points.append(point)
-                cases.append((contest.timelines, LatencyBounds(latency_s=bound_s)))
             if scenario.is_of_figure_7:
                 checked = {
                     name: compared(name, contest.served[name], bound_s, contest.deployment, lengths)
@@ -208,7 +199,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "table_6": _table_6(),
         "mean_gain": _mean_gains(points, "per_s"),
         "mean_gain_exegpt": _mean_gains(points, "exegpt_per_s"),
-        "mean_gain_overlapping": _mean_gain(points, "exegpt_per_s", or_rra="overlapping_rra_per_s"),
         "paper_mean_gain": PAPER_MEAN_GAINS,
         "mean_gain_over": {each: _mean_gain(points, "per_s", over=each) for each in BASELINES},
         "mean_gain_exegpt_over": {
@@ -222,7 +212,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for model in models
             },
         },
-        "algorithm_1": asdict(misses_of(cases)),
     }
 
 
@@ -234,20 +223,11 @@ def _mean_gains(points: list[dict[str, Any]], of: str) -> dict[str, float | None
 
 
 def _mean_gain(
-    points: list[dict[str, Any]],
-    of: str,
-    *,
-    over: str = "fastertransformer",
-    or_rra: str | None = None,
+    points: list[dict[str, Any]], of: str, *, over: str = "fastertransformer"
 ) -> float | None:
-    """Return the mean throughput over that of a baseline, where both keep the bound.
-
-    Args:
-      of: the name of a throughput of points.
-      or_rra: the name of another throughput of RRA, which counts where it is the best.
-    """
+    """Return the mean of a throughput over that of a baseline, where both keep the bound."""
     gains = [
-        max(point[of], (point[or_rra] or 0.0) if or_rra else 0.0) / point["per_s_of"][over]
+        point[of] / point["per_s_of"][over]
         for point in points
         if point[of] and point["per_s_of"][over]
     ]
