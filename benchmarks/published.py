@@ -46,11 +46,9 @@ class Paper:
     """A figure of a paper.
 
     Attributes:
-      reports: what the paper reports.
       workload: that of the runs here, in words.
       policies: by their names in the table; the baseline first.
       draws: returns the workload of a number of requests.
-      figures: of a run.
     """
 
     reports: str

@@ -79,7 +79,6 @@ class Fill:
 
     Attributes:
       total: from the start of the first pass to the end of the last.
-      busy: of each stage.
       ideal: the least time of any order: the work of the busiest stage, and one pass through the
         other stages.
     """

@@ -173,7 +173,6 @@ def shuffled_batches(
     """Return the indices of each batch, in random order; texts of a batch have similar lengths.
 
     Args:
-      lengths: in tokens.
       pool: number of batches that are drawn together and then sorted by length.
     """
     order = random.permutation(len(lengths))

@@ -70,13 +70,6 @@ def evaluate(
     )
 
 
-def miss_rates(
-    predicted: LengthDistributions, lengths: Int[np.ndarray, " requests"], levels: Sequence[float]
-) -> list[float]:
-    """Return the share of requests that outgrow their quantile, for each level."""
-    return [float((lengths > predicted.quantile(level)).mean()) for level in levels]
-
-
 def milliseconds_a_prompt(
     logits: Callable[[Sequence[str]], np.ndarray],
     prompts: Sequence[str],

@@ -106,11 +106,7 @@ class LengthPredictor:
         return self._serving.calibration
 
     def adopt(self, params: Params, calibration: Calibration | None) -> None:
-        """Serve with these from the next prediction on. The change is atomic for all threads.
-
-        Args:
-          calibration: the calibration of `params`, if there is one.
-        """
+        """Serve with these from the next prediction on. The change is atomic for all threads."""
         self._serving = _Serving(params, calibration)
 
     def module(self) -> LengthClassifier:

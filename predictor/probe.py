@@ -37,7 +37,6 @@ class ProbeConfig:
 
     Attributes:
       layer: number of the model's layers before the residual stream that the probe reads.
-      width: width of the activations there.
       hidden_size: units of the hidden layer; 0 for a linear head.
     """
 

@@ -96,7 +96,6 @@ class StagePlan:
         """Make a plan over the first devices of `devices` (default: `jax.devices()`).
 
         Args:
-          num_layers: number of layers of each stage.
           tensor: number of shards of each stage, or one number for all stages.
           micro_batches: by default the number of stages, rounded up to a power of two.
 

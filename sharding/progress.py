@@ -41,9 +41,6 @@ class Progress:
     """The steps of this process that its devices have not computed yet.
 
     One thread begins steps, and another one may ask about them.
-
-    Args:
-      clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

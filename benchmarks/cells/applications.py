@@ -25,7 +25,6 @@ class Workload:
     """An application of the thesis and the conditions of one of its figures.
 
     Attributes:
-      application: one of `APPLICATIONS`.
       length: of all sentences; None for a distribution.
       longest: the longest sentence of the distribution; None for all.
       max_batch: of every cell under every policy except merged graphs; None for those of `Sizes`.

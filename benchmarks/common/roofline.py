@@ -106,7 +106,6 @@ def bound(
     """Return the bound of a workload.
 
     Args:
-      dtype: of the weights.
       kv_dtype: of keys and values; None for `dtype`.
       batch_size: sequences that decode together.
       context: mean tokens of a sequence while it decodes.

@@ -32,9 +32,6 @@ _SETTLING_S = 0.02
 class Runtimes:
     """Runtimes that share one copy of the weights. A context manager that closes them.
 
-    Args:
-      options: see `policy_options`.
-
     Attributes:
       predictor: the predictor of `--predictor`; None without one.
     """

@@ -25,12 +25,7 @@ from jaxserve.workload import random_items
 @final
 @dataclass(frozen=True)
 class Batches:
-    """Batches of random requests to a runtime, on a machine with these rates.
-
-    Attributes:
-      dtype: of the weights.
-      prompt_tokens, output_tokens: of each sequence.
-    """
+    """Batches of random requests to a runtime, on a machine with these rates."""
 
     rt: Runtime
     machine: Machine

@@ -123,7 +123,6 @@ class _Session:
     Attributes:
       runs: each with task, policy, batch, the number of its round, and the figures of the run;
         those of a plan with `bound_s` and the plan, and `failed` if no schedule keeps it.
-      num_rounds: completed rounds.
     """
 
     def __init__(self, options: argparse.Namespace, runtimes: Runtimes):

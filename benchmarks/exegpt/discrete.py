@@ -54,8 +54,6 @@ class Played:
     Attributes:
       throughput: answers per second.
       latency_s: seconds from admission to end, of every counted answer.
-      num_tokens: its output tokens.
-      num_preemptions: in total.
     """
 
     throughput: float

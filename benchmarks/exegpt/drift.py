@@ -59,7 +59,6 @@ class Drift:
     """New output lengths: one statistic changes, the rest stay.
 
     Attributes:
-      name: one of `STATISTICS`.
       value: a factor of mean or deviation, or the skewness.
     """
 

@@ -29,7 +29,6 @@ class Table:
     """The table of one result of a kind.
 
     Attributes:
-      what: what it shows.
       how: replaces the number of runs, for figures that do not come from repeated runs.
       below: sentences and further tables.
     """

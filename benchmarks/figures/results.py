@@ -21,7 +21,6 @@ class Place:
     """The result of one benchmark, or an object inside it.
 
     Attributes:
-      path: of the file.
       data: the whole result.
       digest: of the file and its name.
       link: the address of the file as a page sees it.

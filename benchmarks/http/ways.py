@@ -186,9 +186,6 @@ class DistinctPrompts:
     A few leading tokens are replaced by the number of the request, in tokens of the workload. So
     prompts keep their length, and no prefix cache saves the work for an earlier prompt. Shorter
     prompts may repeat; caches keep no page of that few tokens.
-
-    Args:
-      items: the workload.
     """
 
     def __init__(self, items: Sequence[WorkloadItem]):

@@ -392,7 +392,6 @@ class Peer:
 
     Attributes:
       package: the Python package that it needs.
-      page_size: tokens of its pages.
       prepare: returns the call to time. Raises NotImplementedError for an unsupported shape.
     """
 

@@ -23,9 +23,6 @@ _INCOMING_PAGES = 64
 _INCOMING_SHARE = 256
 # Steps of a device group that may be submitted, or planned, and not read at a time.
 _STEPS_AHEAD = 3
-# What a request that pools gets: its prompt's last hidden state, the mean of all, or the logits of
-# the model's labels for the last one.
-POOLINGS = ("last", "mean", "labels")
 # Tokens that a kernel computes together: a part of a tile takes as long as a whole one.
 _TILE = 8
 
@@ -92,7 +89,9 @@ class EngineConfig:
     # (`PageLayout`); empty if one table serves all layers.
     layer_windows: tuple[int | None, ...] = ()
     max_adapters: int = 0  # maximum number of adapters; 0 for steps without adapters
-    pooling: str = "last"  # one of `POOLINGS`
+    # What a request that pools gets: its prompt's "last" hidden state, the "mean" of all, or the
+    # logits of the model's "labels" for the last one.
+    pooling: str = "last"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):

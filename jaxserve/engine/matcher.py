@@ -168,7 +168,6 @@ class ThinkingMatcher:
 
     Args:
       inner: the state in the grammar; None if there is none.
-      thinking: how it may think.
       decode: returns a decoder of its tokens.
       budget: the most tokens of thinking; None for no limit.
       end_token_ids: tokens that end an answer. With a grammar it may not end inside its thinking.

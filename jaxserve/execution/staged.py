@@ -144,7 +144,6 @@ class StagedExecutor(StepExecutor):
     since only the devices know which sequences have ended.
 
     Args:
-      parts: the part of the model on each stage.
       embed: width of the hidden states that pass from stage to stage.
       micro_batches: a power of two.
     """

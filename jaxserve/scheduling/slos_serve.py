@@ -69,7 +69,6 @@ def most_in_time(
 
     Args:
       num_decoding: answers that run; each admitted prompt adds one.
-      batch_s: seconds of a batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].due_s)
     num_new = sum(not each.is_promised for each in prompts)

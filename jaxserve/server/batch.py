@@ -77,7 +77,6 @@ async def answer_lines(
     Args:
       model_name: the name of the model in bodies; those of its adapters select these.
       answers: as many places as lines. Lines whose place is filled are left out, and blank ones.
-      on_answer: called with each answer.
 
     Raises:
       InvalidConfigError: an adapter has the model's name.

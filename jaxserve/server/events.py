@@ -200,7 +200,6 @@ class EventStream(EventSourceResponse):
       groups: the pieces; an empty group says that the client still waits.
       close: ends the source of the pieces; called at the end, even if the client left before the
         generator began.
-      last: event after the last one.
       error_event: type of an error's event; none by default.
       waiting: what is sent for an empty group.
     """

@@ -389,10 +389,6 @@ class StepFunction:
         """Return what `jax.jit` traces, for lowering to another platform."""
         return self._jitted.trace(*self._passed(arguments), **static)
 
-    def is_prepared(self, *arguments: Any, **static: Any) -> bool:
-        """Return whether the executable exists in this process or is being made."""
-        return signature_of(self._passed(arguments), static) in self._prepared
-
     def _passed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         first: tuple[Any, ...] = ()
         if self._flattens:

@@ -24,7 +24,6 @@ class Queue:
     Args:
       size: most requests of a batch.
       lengths: of all requests; without them there is one bucket.
-      width: of a bucket.
     """
 
     def __init__(self, size: int, lengths: Sequence[int] = (), width: int = 1):

@@ -32,7 +32,6 @@ class Environment:
     """The packages of a virtual environment. Peers of equal environments share one.
 
     Attributes:
-      requirements: pinned.
       removed: packages to uninstall after installation, which another package requires and the peer
         does not need.
       build_variables: environment variables for a package that is compiled.
