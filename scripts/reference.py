@@ -90,7 +90,10 @@ def _table(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator
 
 
 def _methods(kind: type) -> Iterator[tuple[str, str]]:
-    for name, member in vars(kind).items():
+    members = {
+        name: each for base in reversed(kind.__mro__[:-1]) for name, each in vars(base).items()
+    }
+    for name, member in members.items():
         function = getattr(member, "__func__", member)
         if name.startswith("_") or not (
             inspect.isfunction(function) or isinstance(member, property)

@@ -7,35 +7,34 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, final, overload
+from typing import Any, final
 
 from flax import nnx
 from tqdm import tqdm
 
-from jaxserve.conversations import Conversation, Conversations, Journal
+from jaxserve.conversations import Conversations, Journal
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError, UnknownAdapterError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, check_id, deadline_at, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece, PieceSink, Weights
+from jaxserve.engine.answers import PieceSink, Weights
 from jaxserve.engine.loop import Running, check_running
-from jaxserve.engine.pending import Params, Pending, PromptBatch, aread, read
+from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.weights import check_usable
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray, sent_params
 from jaxserve.fleet.replica import ReplicaState, Started, make_call
 from jaxserve.fleet.seats import FleetUpdate
-from jaxserve.models.config import DecoderConfig
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.runtime.build import with_token_options
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.runtime.weight_update import KV, WeightUpdate
@@ -47,13 +46,18 @@ _OWN_IDS = "fleet-"
 
 
 @final
-class Fleet:
+class Fleet(Service):
     """A `Service` on Ray that serves one model in several processes, on one or several machines.
 
     Each replica is a `Runtime` in a Ray actor with its own devices. A request goes to the replica
     that probably has its prompt's pages, or to the one with the least work (`scheduling.router`). A
-    replica that dies is replaced, and another replica answers its requests, once. Completions have
-    the tokens of a single runtime with the same options.
+    replica that dies is replaced, and another replica answers its requests, once: only a request
+    whose replica died twice has a `ReplicaDiedError`. A stream then continues after the tokens that
+    it has yielded. Completions have the tokens of a single runtime with the same options, and times
+    on their replica's clock.
+
+    Histories of conversations are in this process. Each turn goes to the replica that answered the
+    previous turns, or, if that has died, to another one with the same tokens.
 
     Args:
       model: a model as for `Runtime.from_pretrained`; a path must exist on every machine.
@@ -83,7 +87,7 @@ class Fleet:
       JournalError: the journal of conversations cannot be used.
     """
 
-    recovers = True  # see `Service`; a replica that fails is replaced
+    recovers = True  # a replica that fails is replaced
 
     def __init__(
         self,
@@ -166,6 +170,7 @@ class Fleet:
             )
             left_behind.callback(self._dispatcher.close)
             self._started = self._wait_for_replicas()
+            self.model_config = self._started[0].model_config
             if roles is not None:
                 check_host_pages(self._started[num_replicas:], self._started[:num_replicas])
         except BaseException:
@@ -213,45 +218,8 @@ class Fleet:
         )
 
     @property
-    def model_config(self) -> DecoderConfig:
-        """The configuration of the model."""
-        return self._started[0].model_config
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; token ids are below it."""
-        return self._started[0].vocab_size
-
-    @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a prompt and its answer together."""
         return min(started.max_length for started in self._started)
-
-    @overload
-    def generate(
-        self, prompts: str, params: Params = None, *, progress: bool | None = None
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self, prompts: Any, params: Params = None, *, progress: bool | None = None
-    ) -> Any: ...
-
-    def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
-        """Answer one prompt, or a batch of prompts in order; see `Service.generate`.
-
-        Times in a completion are on its replica's clock. Only a request whose replica died twice
-        has a `ReplicaDiedError`.
-        """
-        self._dispatcher.check_may_wait()
-        batch = PromptBatch.of(prompts, params)
-        show = self.options.progress if progress is None else progress
-        return batch.wait(self._submit_batch(batch), progress=show)
-
-    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
-        """`generate` for asyncio. Cancelling the task cancels its requests."""
-        batch = PromptBatch.of(prompts, params)
-        return await batch.await_(self._submit_batch(batch))
 
     @property
     def conversations(self) -> Conversations:
@@ -265,7 +233,7 @@ class Fleet:
                 most = min(started.max_prompt_tokens for started in self._started)
                 client = ServiceTurnClient(
                     self.submit,
-                    check_may_wait=self._dispatcher.check_may_wait,
+                    check_may_wait=self._check_may_wait,
                     max_prompt_tokens=lambda: most,
                     progress=self.options.progress,
                 )
@@ -273,24 +241,6 @@ class Fleet:
                     self._journal, client, self.tokenizer, self.vocab_size
                 )
             return self._conversations
-
-    def conversation(
-        self,
-        id: str | None = None,
-        *,
-        system: str | None = None,
-        messages: Sequence[Mapping[str, Any]] = (),
-    ) -> Conversation:
-        """Start or continue a conversation; see `Service.conversation`.
-
-        Its history is in this process, so it remains when a replica dies. Each turn goes to the
-        replica that answered the previous turns, or, if that has died, to another one with the same
-        tokens.
-
-        Raises:
-          ModelError, DownloadError, ModelCacheError: the tokenizer cannot be read.
-        """
-        return self.conversations.open(id, system=system, messages=messages)
 
     def submit(
         self,
@@ -329,25 +279,7 @@ class Fleet:
         )
         return Pending(call.id, self._dispatcher.submit(call, on_piece), self.cancel)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield the pieces of a completion; see `Service.stream`.
-
-        If its replica dies, another replica starts the request again, and the stream continues
-        after the tokens that it has yielded.
-        """
-        self._dispatcher.check_may_wait()
-        params = params or SamplingParams()
-        return read(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
-
-    def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncGenerator[Piece]:
-        """`stream` for asyncio."""
-        params = params or SamplingParams()
-        return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params)
-
     def cancel(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._dispatcher.cancel(request_id)
 
     def is_ready(self) -> bool:
@@ -454,11 +386,8 @@ class Fleet:
         """Cancel every request that has not ended, and end every replica's process."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _check_may_wait(self) -> None:
+        self._dispatcher.check_may_wait()
 
     def _submit_batch(self, batch: PromptBatch) -> list[Pending[Completion]]:
         return list(map(self.submit, batch.prompts, batch.params))

@@ -157,10 +157,6 @@ class Started:
     model_config: DecoderConfig
     num_host_pages: int
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model_config.vocab_size
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The facade `Runtime`, the protocol `Service` that it implements, and the types it returns."""
+"""The facade `Runtime`, the `Service` that it is, and the types it returns."""
 
 from jaxserve.engine.pending import Pending
 from jaxserve.runtime.runtime import Runtime

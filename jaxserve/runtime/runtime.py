@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, final
 
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.conversations import Conversation
+from jaxserve.conversations import Conversations
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeKeywords, RuntimeOptions, parse_dtype
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.answers import PieceSink
 from jaxserve.engine.loop import Running
-from jaxserve.engine.pending import Params, Pending, PromptBatch, aread, read, submitted
+from jaxserve.engine.pending import Pending, PromptBatch
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.memory.page_cache import Tier
@@ -36,6 +36,7 @@ from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.planner import MAX_PAUSE_S
 from jaxserve.runtime.pooling import Classification, Ranked, as_reranker, classify, embed, rerank
 from jaxserve.runtime.scoring import score
+from jaxserve.runtime.service import Service
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.status import StatusLog, log_start
 from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Runtime:
+class Runtime(Service):
     """A `Service` that serves one model in this process; `Service` documents its methods.
 
     On a mesh over several processes (`sharding.join`) each process creates the runtime with the
@@ -72,9 +73,6 @@ class Runtime:
         after its warm-up and returns the executor that the engine drives and closes instead.
       options: the fields of `RuntimeOptions`.
 
-    Attributes:
-      conversations: the stored conversations; `conversation` opens one.
-
     Raises:
       InvalidConfigError: an option is not allowed, or the mesh cannot divide the model or omits
         some of the job's processes.
@@ -83,7 +81,7 @@ class Runtime:
       ProcessGroupError: the processes already serve another model, or some have left.
     """
 
-    recovers = False  # see `Service`
+    recovers = False
 
     def __init__(
         self,
@@ -111,11 +109,11 @@ class Runtime:
         parts = build_parts(
             model, params, tokenizer, eos_token_ids, mesh, self.options, wrap_executor
         )
-        self.tokenizer = tokenizer
-        self.model_config: Any = model.config
+        self.model_config = model.config
+        self._tokenizer = tokenizer
         self._layer_layout = model.layer_layout
         self._source: Path | None = None
-        self.conversations = parts.conversations
+        self._conversations = parts.conversations
         self._replicas = parts.replicas
         self._adapters = parts.adapters
         self._updater = parts.updater
@@ -223,29 +221,6 @@ class Runtime:
 
     # ---- answers: see `Service` ----
 
-    @overload
-    def generate(
-        self, prompts: str, params: Params = None, *, progress: bool | None = None
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self, prompts: Any, params: Params = None, *, progress: bool | None = None
-    ) -> Any: ...
-
-    def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
-        """Answer one prompt, or a batch of prompts in their order."""
-        batch = PromptBatch.of(prompts, params)
-        show = self.options.progress if progress is None else progress
-        return batch.wait(self._intake.submit_batch(batch), progress=show)
-
-    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
-        """`generate` for asyncio. Cancelling the task cancels its requests."""
-        batch = PromptBatch.of(prompts, params)
-        self._replicas.check_may_wait()
-        pending = await submitted(lambda: self._intake.submit_batch(batch), batch.params)
-        return await batch.await_(pending)
-
     def submit(
         self,
         prompt: Prompt,
@@ -257,7 +232,6 @@ class Runtime:
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
     ) -> Pending[Completion]:
-        """Submit one request, and return at once."""
         return self._intake.submit(
             prompt,
             params,
@@ -285,19 +259,6 @@ class Runtime:
             subclasses.
         """
         return self._intake.submit_items(items)
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield the pieces of a completion. Closing the generator early cancels the request."""
-        self._replicas.check_may_wait()
-        params, submit = params or SamplingParams(), self._intake.submit
-        return read(lambda sink: submit(prompt, params, on_piece=sink), params.n)
-
-    def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncGenerator[Piece]:
-        """`stream` for asyncio."""
-        params, submit = params or SamplingParams(), self._intake.submit
-        return aread(lambda sink: submit(prompt, params, on_piece=sink), params)
 
     def encode(self, prompts: Any) -> Any:
         """Return the encoder's output for one prompt, or a batch, of an encoder-decoder model.
@@ -447,19 +408,12 @@ class Runtime:
         )
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._replicas.cancel(request_id)
 
-    def conversation(
-        self,
-        id: str | None = None,
-        *,
-        system: str | None = None,
-        messages: Sequence[Mapping[str, Any]] = (),
-    ) -> Conversation:
-        """Start or continue a conversation, whose `send` and `stream` answer with its history."""
+    @property
+    def conversations(self) -> Conversations:
         self._replicas.check_leads()
-        return self.conversations.open(id, system=system, messages=messages)
+        return self._conversations
 
     # ---- weights, and pauses while they come ----
 
@@ -624,7 +578,6 @@ class Runtime:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, which `SamplingParams.adapter` may have."""
         return self._adapters.names
 
     def load_adapter(
@@ -893,17 +846,14 @@ class Runtime:
         return self._replicas.first.executor.config
 
     @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; token ids are below it."""
-        return self.model_config.vocab_size
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a prompt and its answer together."""
         return self._replicas.max_length
 
     def is_ready(self) -> bool:
-        """Return whether a first request would wait for no compilation."""
         return all([replica.executor.is_ready() for replica in self._replicas.all])
 
     def stats(self, *, wait: bool = True) -> RuntimeStats:
@@ -980,11 +930,11 @@ class Runtime:
         """
         self._finalizer()
 
-    def __enter__(self) -> Self:
-        return self
+    def _check_may_wait(self) -> None:
+        self._replicas.check_may_wait()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _submit_batch(self, batch: PromptBatch) -> list[Pending[Completion]]:
+        return self._intake.submit_batch(batch)
 
 
 def _check_limit(name: str, seconds: float | None) -> None:
