@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from jaxserve.planning.layers import LayerOrigin
     from jaxserve.planning.schedules import Deployment, LatencyBounds, Schedule, TaskLengths
     from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome, ScheduleSearch
+    from jaxserve.runtime import Runtime
 
+Times = TypeVar("Times", "StepTimes", "GroupTimes")
 
 _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
@@ -43,8 +45,6 @@ _MACHINE = (
     *("profile", "measure_again", "dtype", "kv_dtype", "quantize", "quantize_embeddings"),
     *("max_slots", "max_context", "tensor_parallel"),
 )
-
-_POLICY_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "continuous"}
 
 
 def _option(*names: str, text: str, panel: str = _SCHEDULE, **more: Any) -> Any:
@@ -436,15 +436,12 @@ def step_times(
     measured and kept there. The requests' `lengths` must fit in the engine's context; `settings`
     are arguments of `opening.open_service`.
     """
-    from jaxserve.planning import keep_step_times
-
-    kind = _TimesKind(
-        load=lambda rt, path: rt.load_step_times(path),
-        find=lambda rt, folder: rt.find_step_times(folder),
-        measure=lambda rt: rt.measure_step_times(),
-        keep=keep_step_times,
-    )
-    return _times(kind, given, lengths, measure_again, model, quiet, settings)
+    with _opened(model, quiet, settings) as rt:
+        lengths.check_fits(rt.config)
+        if given is not None:
+            return rt.load_step_times(given), rt.config
+        found = None if measure_again else rt.find_step_times(_profiles())
+        return found or _kept(rt.measure_step_times()), rt.config
 
 
 def group_times(
@@ -457,53 +454,28 @@ def group_times(
     **settings: Any,
 ) -> tuple[GroupTimes, EngineConfig]:
     """Return the step times of a model's two groups of devices; see `step_times`."""
-    from jaxserve.planning import keep_group_times
-
-    kind = _TimesKind(
-        load=lambda rt, path: rt.load_group_times(path),
-        find=lambda rt, folder: rt.find_group_times(folder),
-        measure=lambda rt: rt.measure_group_times(),
-        keep=keep_group_times,
-    )
-    settings = {**settings, "policy": "exegpt_waa_c"}
-    return _times(kind, given, lengths, measure_again, model, quiet, settings)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class _TimesKind:
-    """The functions that load a kind of times, find them in a folder, measure and save them."""
-
-    load: Callable[[Any, Path], Any]
-    find: Callable[[Any, Path], Any]
-    measure: Callable[[Any], Any]
-    keep: Callable[[Path, Any], Path]
-
-
-def _times(
-    kind: _TimesKind,
-    given: Path | None,
-    lengths: TaskLengths,
-    measure_again: bool,
-    model: str,
-    quiet: bool,
-    settings: dict[str, Any],
-) -> tuple[Any, EngineConfig]:
-    """Return times of one kind and the engine's configuration; see `step_times`."""
-    folder = cache_folder() / "profiles"
-    with _opened(model, quiet, settings, warmup=False) as rt:
+    with _opened(model, quiet, {**settings, "policy": "exegpt_waa_c"}) as rt:
         lengths.check_fits(rt.config)
         if given is not None:
-            return kind.load(rt, given), rt.config
-        kept = None if measure_again else kind.find(rt, folder)
-        if kept is not None:
-            return kept, rt.config
-    # Executables are compiled before they are timed.
-    with _opened(model, quiet, settings, warmup=True) as rt:
-        times = kind.measure(rt)
-        with cache_errors("keeping step times"):
-            kind.keep(folder, times)
-        return times, rt.config
+            return rt.load_group_times(given), rt.config
+        found = None if measure_again else rt.find_group_times(_profiles())
+        return found or _kept(rt.measure_group_times()), rt.config
+
+
+def _opened(model: str, quiet: bool, settings: dict[str, Any]) -> Runtime:
+    return cast("Runtime", open_service(model, quiet=quiet, **settings))
+
+
+def _kept(times: Times) -> Times:
+    from jaxserve.planning.step_times import keep_times
+
+    with cache_errors("keeping step times"):
+        keep_times(_profiles(), times)
+    return times
+
+
+def _profiles() -> Path:
+    return cache_folder() / "profiles"
 
 
 def layer_deployment(
@@ -583,7 +555,7 @@ def layer_deployment(
 def layers_path(model: str, origin: LayerOrigin) -> Path:
     """Return the file in the cache folder for measured layers of an origin."""
     digest = hashlib.sha256(json.dumps(asdict(origin), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "profiles" / f"layers-{Path(model).stem}-{digest}.json"
+    return _profiles() / f"layers-{Path(model).stem}-{digest}.json"
 
 
 def _model_config(model: str, quiet: bool) -> DecoderConfig:
@@ -593,10 +565,6 @@ def _model_config(model: str, quiet: bool) -> DecoderConfig:
 
     registry.resolve(model).fetch(weights=False, progress=not quiet)
     return config_from_hf(registry.show(model)["config"])
-
-
-def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
-    return open_service(model, quiet=quiet, warmup=warmup, **settings)
 
 
 def frontier_table(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> Table:
@@ -634,7 +602,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) 
         table.add_row(
             ">" if is_marked else "",
             seconds(bound_s),
-            _POLICY_NAMES[outcome.policy.value],
+            outcome.policy.label,
             _encode_batch(outcome),
             outcome.control_text,
             f"{schedule.decode_batch:.1f}",

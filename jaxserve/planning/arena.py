@@ -109,7 +109,6 @@ class ArenaRun:
 
     Attributes:
       trace_bytes: size of the trace's file; 0 of a folder.
-      num_requests: of the part.
       arrivals: None as in the trace; else as in `with_arrivals`.
       max_tokens: limit of every answer, which policies know.
       max_context: of a request, prompt and answer; longer ones were left out.

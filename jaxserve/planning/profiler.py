@@ -537,7 +537,6 @@ def measure_groups(
     The executor must be idle. Afterwards its slots are inert and its pages are overwritten.
 
     Args:
-      origins: the origin of each group's table.
       clock, rounds: see `measure`.
     """
     groups = tuple(

@@ -15,10 +15,9 @@ import reprlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self, TypeVar, final
+from typing import Any, Protocol, Self, TypeVar, final
 
 import jax
 import numpy as np
@@ -84,7 +83,6 @@ class Origin:
         """
         leaves = jax.tree.leaves(params)
         devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
-        device = next(iter(devices))
         return cls(
             model={
                 **asdict(model_config),
@@ -92,18 +90,9 @@ class Origin:
                 "weight_dtypes": ", ".join(sorted({leaf.dtype.name for leaf in leaves})),
                 "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             },
-            device={
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "count": len(devices),
-                "host_cpu": cpu_name(),
-                "host_cores": len(os.sched_getaffinity(0)),
-                **_described(stages),
-            },
+            device=device_facts([*devices]) | _described(stages),
             config=config,
-            versions={
-                name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")
-            },
+            versions=compiling_versions(),
         )
 
     def on(self, num_devices: int) -> Origin:
@@ -119,26 +108,33 @@ class Origin:
         read = {**read, "config": EngineConfig(**config)}
         return cls(**read)
 
-    def differences(self, other: Origin) -> list[str]:
-        """Describe the fields of model, device, compiled sizes and versions that differ."""
-        own, others = self._compared(), other._compared()
-        return [
-            f"{name} is {others.get(name)!r}, not {own.get(name)!r}"
-            for name in sorted({*own, *others})
-            if own.get(name) != others.get(name)
-        ]
-
     @property
     def identity(self) -> str:
         """Text that is equal for origins without `differences`."""
-        return json.dumps(self._compared(), sort_keys=True)
+        return json.dumps(self.compared(), sort_keys=True)
 
-    def _compared(self) -> dict[str, Any]:
+    def compared(self) -> dict[str, Any]:
+        """Return the fields of model, device, compiled sizes and versions."""
         model = {f"model.{name}": value for name, value in self.model.items()}
         device = {f"device.{name}": value for name, value in self.device.items()}
         sizes = {name: getattr(self.config, name) for name in _COMPILED}
         versions = {f"version.{name}": value for name, value in self.versions.items()}
         return json.loads(json.dumps({**model, **device, **sizes, **versions}))
+
+
+def device_facts(devices: Sequence[Any]) -> dict[str, Any]:
+    """Return what is known of some equal devices and of their host."""
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
+        "host_cpu": cpu_name(),
+        "host_cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def compiling_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")}
 
 
 def _described(stages: StagePlan | None) -> dict[str, Any]:
@@ -401,12 +397,26 @@ def _median(trees: Sequence[Any]) -> Any:
     return float(np.median(trees))
 
 
-def raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
+class ComparedOrigin(Protocol):
+    def compared(self) -> dict[str, Any]:
+        """Return what decides whether times of one origin hold for another."""
+        ...
+
+
+def differences(given: ComparedOrigin, expected: ComparedOrigin) -> list[str]:
+    found, wanted = given.compared(), expected.compared()
+    return [
+        f"{name} is {found.get(name)!r}, not {wanted.get(name)!r}"
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]
+
+
+def raise_if_foreign(given: ComparedOrigin, expected: ComparedOrigin, name: str) -> None:
     """Raise InvalidProfileError if the origins have `differences`; `name` is for the message."""
-    differences = expected.differences(given)
-    if differences:
+    if found := differences(given, expected):
         raise InvalidProfileError(
-            f"{name} was measured on something else: {'; '.join(differences)}; measure again"
+            f"{name} was measured on something else: {'; '.join(found)}; measure again"
         )
 
 
@@ -590,52 +600,39 @@ def _ratios(times: StepTimes, other: StepTimes) -> Iterator[float]:
 
 
 _Times = TypeVar("_Times", StepTimes, GroupTimes)
+# The beginnings of the names of files.
+_FILES = {StepTimes: "steps", GroupTimes: "groups"}
 
 
-def find_step_times(folder: Path, origin: Origin) -> StepTimes | None:
-    """Return the newest step times in a folder that were measured on `origin`, if there are any.
+def find_times(kind: type[_Times], folder: Path, expected: Any) -> _Times | None:
+    """Return the newest times in a folder that `kind.load` accepts as expected, if there are any.
 
     Damaged files and those of another model, device or configuration are skipped.
     """
-    return _found(folder, "steps", partial(StepTimes.load, expected=origin))
-
-
-def find_group_times(folder: Path, origins: Sequence[Origin]) -> GroupTimes | None:
-    """Return the newest times of two groups, as `find_step_times` does."""
-    return _found(folder, "groups", partial(GroupTimes.load, expected=origins))
-
-
-def keep_step_times(folder: Path, times: StepTimes) -> Path:
-    """Save step times in a folder, replacing those of the same origin, and return the file.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    return _kept(folder, "steps", [times.origin], times)
-
-
-def keep_group_times(folder: Path, times: GroupTimes) -> Path:
-    """Save times of two groups in a folder, as `keep_step_times` does."""
-    return _kept(folder, "groups", [group.origin for group in times.groups], times)
-
-
-def _found(folder: Path, kind: str, load: Callable[[Path], _Times]) -> _Times | None:
     try:
-        paths = sorted(folder.glob(f"{kind}-*.json"), key=lambda path: -path.stat().st_mtime)
+        paths = sorted(
+            folder.glob(f"{_FILES[kind]}-*.json"), key=lambda path: -path.stat().st_mtime
+        )
     except OSError:
         return None
     for path in paths:
         try:
-            return load(path)
+            return kind.load(path, expected=expected)
         except InvalidProfileError:
             continue
     return None
 
 
-def _kept(folder: Path, kind: str, origins: Sequence[Origin], times: _Times) -> Path:
-    identity = "".join(origin.identity for origin in origins)
+def keep_times(folder: Path, times: StepTimes | GroupTimes) -> Path:
+    """Save times in a folder, replacing those of the same origins, and return the file.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    groups = times.groups if isinstance(times, GroupTimes) else (times,)
+    identity = "".join(each.origin.identity for each in groups)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    path = folder / f"{kind}-{digest}.json"
+    path = folder / f"{_FILES[type(times)]}-{digest}.json"
     partial_path = path.with_suffix(".partial")
     times.save(partial_path)
     partial_path.replace(path)

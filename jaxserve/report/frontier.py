@@ -15,23 +15,12 @@ from jaxserve.planning.schedules.schedule import AllocationPolicy
 from jaxserve.report.picture import Picture
 from jaxserve.report.style import BLUE, GREEN, INK, ORANGE, PINK, STYLE
 
-_COLOURS = {
-    AllocationPolicy.RRA: BLUE,
-    AllocationPolicy.WAA_C: ORANGE,
-    AllocationPolicy.WAA_M: GREEN,
-    AllocationPolicy.CONTINUOUS: PINK,
-}
-_MARKERS = {
-    AllocationPolicy.RRA: "o",
-    AllocationPolicy.WAA_C: "s",
-    AllocationPolicy.WAA_M: "D",
-    AllocationPolicy.CONTINUOUS: "^",
-}
-_NAMES = {
-    AllocationPolicy.RRA: "RRA",
-    AllocationPolicy.WAA_C: "WAA-C",
-    AllocationPolicy.WAA_M: "WAA-M",
-    AllocationPolicy.CONTINUOUS: "continuous",
+# Colour and marker.
+_STYLES = {
+    AllocationPolicy.RRA: (BLUE, "o"),
+    AllocationPolicy.WAA_C: (ORANGE, "s"),
+    AllocationPolicy.WAA_M: (GREEN, "D"),
+    AllocationPolicy.CONTINUOUS: (PINK, "^"),
 }
 
 
@@ -100,35 +89,35 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
         [*latencies, highest_s],
         [*answers, answers[-1]],
         step="post",
-        color=_COLOURS[AllocationPolicy.RRA],
+        color=BLUE,
         alpha=0.06,
         linewidth=0,
         zorder=0,
     )
-    for policy in AllocationPolicy:
+    for policy, (colour, marker) in _STYLES.items():
         own = [i for i, (_, outcome) in enumerate(frontier.points) if outcome.policy is policy]
         if own:
             axes.plot(
                 [latencies[i] for i in own],
                 [answers[i] for i in own],
-                _MARKERS[policy],
-                color=_COLOURS[policy],
+                marker,
+                color=colour,
                 markersize=5.5,
                 zorder=3,
-                label=f"best, {_NAMES[policy]}",
+                label=f"best, {policy.label}",
             )
 
 
 def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: float) -> None:
     latency_s = float(outcome.estimates.latency_s)
     answers = float(outcome.estimates.throughput)
-    colour = _COLOURS[outcome.policy]
+    colour, marker = _STYLES[outcome.policy]
     where_s = bound_s if np.isfinite(bound_s) else latency_s
     axes.axvline(where_s, color=colour, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
     axes.plot(
         latency_s,
         answers,
-        _MARKERS[outcome.policy],
+        marker,
         markersize=13,
         markerfacecolor="none",
         markeredgecolor=colour,
@@ -142,7 +131,7 @@ def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: flo
     low, high = axes.get_xlim()
     is_left = np.log(where_s / low) < 0.5 * np.log(high / low)
     axes.annotate(
-        f"{bound}: {_NAMES[outcome.policy]}, {batch}\n{answers:.3g} answers/s, {latency_s:.3g} s",
+        f"{bound}: {outcome.policy.label}, {batch}\n{answers:.3g} answers/s, {latency_s:.3g} s",
         (where_s, at),
         (6 if is_left else -6, 0),
         xycoords=axes.get_xaxis_transform(),

@@ -30,10 +30,9 @@ from jaxserve.execution.regroup import (
     shared_leaves,
 )
 from jaxserve.memory.page_pool import MIN_PAGES
-from jaxserve.planning import GroupTimes, find_step_times
 from jaxserve.planning.schedules.divided import DivisionOption, DivisionRule
 from jaxserve.planning.schedules.schedule import AllocationPolicy, Division
-from jaxserve.planning.step_times import GroupSizes
+from jaxserve.planning.step_times import GroupSizes, GroupTimes, StepTimes, find_times
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.sharding import DeviceGroups
@@ -133,7 +132,7 @@ class Regrouper:
             for size in {size for each in self._others for size in astuple(each)}:
                 if not self._sizes.is_measured(size):
                     origin = self._timings.group_origin(size)
-                    found = find_step_times(cache_folder() / "profiles", origin)
+                    found = find_times(StepTimes, cache_folder() / "profiles", origin)
                     if found is not None:
                         self._sizes.add(found)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -13,15 +12,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.planning.step_times import (
-    GroupTimes,
-    Origin,
-    StepTimes,
-    find_group_times,
-    find_step_times,
-    keep_group_times,
-    keep_step_times,
-)
+from jaxserve.planning.step_times import GroupTimes, Origin, StepTimes, find_times, keep_times
 from jaxserve.runtime.replicas import Replicas
 
 _log = logging.getLogger(__name__)
@@ -101,7 +92,7 @@ class Timings:
 
     def find_step_times(self, folder: Path) -> StepTimes | None:
         self._check_one_group()
-        times = find_step_times(folder, self._origin)
+        times = find_times(StepTimes, folder, self._origin)
         if times is not None:
             self._use(times)
         return times
@@ -115,7 +106,7 @@ class Timings:
         if found is None:
             _log.info("measuring step times once for this model, device and configuration")
             found = self.measure_step_times(rounds, max_wait_s)
-            _keep(keep_step_times, found)
+            _keep(found)
         return found
 
     # ---- two groups of devices ----
@@ -143,7 +134,7 @@ class Timings:
 
     def find_group_times(self, folder: Path) -> GroupTimes | None:
         self._check_two_groups()
-        found = find_group_times(folder, self.origins)
+        found = find_times(GroupTimes, folder, self.origins)
         self._group_times = found or self._group_times
         return found
 
@@ -161,7 +152,7 @@ class Timings:
             _log.info("measuring step times once for this model, these groups and configuration")
             found = self.measure_group_times(rounds, max_wait_s)
             if is_kept:
-                _keep(keep_group_times, found)
+                _keep(found)
         return found
 
     def _times_of_present_groups(self) -> GroupTimes | None:
@@ -216,8 +207,8 @@ def _folder() -> Path:
     return cache_folder() / "profiles"
 
 
-def _keep(keep: Callable[[Path, Any], Path], times: StepTimes | GroupTimes) -> None:
+def _keep(times: StepTimes | GroupTimes) -> None:
     try:
-        _log.info("step times are kept in %s", keep(_folder(), times))
+        _log.info("step times are kept in %s", keep_times(_folder(), times))
     except OSError as error:
         _log.warning("step times cannot be kept (%s); the next start measures again", error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning import Origin, StepTimes
-from jaxserve.planning.step_times import Curve
+from jaxserve.planning import StepTimes
+from jaxserve.planning.step_times import Curve, Origin
 from jaxserve.scheduling.plan import Row, StepPlan
 
 CONFIG = EngineConfig(

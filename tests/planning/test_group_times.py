@@ -12,10 +12,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost, StepWork
-from jaxserve.planning import GroupCosts, GroupTimes, Origin, measure_groups
-from jaxserve.planning.profiler import measure_beside
+from jaxserve.planning import GroupCosts, GroupTimes
+from jaxserve.planning.profiler import measure_beside, measure_groups
 from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.planning.step_roofline import ModelShape, RooflineCost
+from jaxserve.planning.step_times import Origin, differences
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from tests.planning.step_times import made_up
 
@@ -123,7 +124,7 @@ def test_saved_times_of_two_groups_are_loaded_for_the_same_two_groups(tmp_path: 
     assert (found.handover_s, found.page_s, found.beside) == (0.25, 0.5, (1.25, 2.0))
     for own, loaded in zip(times.groups, found.groups, strict=True):
         assert replace(loaded, origin=own.origin) == own
-        assert not own.origin.differences(loaded.origin)
+        assert not differences(loaded.origin, own.origin)
     with pytest.raises(InvalidProfileError, match=r"the decode group of .*device.count is 2"):
         GroupTimes.load(path, expected=[origins[0], origins[0]])
     for wrong in ({"page_s": float("nan")}, {"handover_s": -1.0}, {"beside": (0.0, 1.0)}):

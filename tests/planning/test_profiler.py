@@ -12,7 +12,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError, RuntimeClosedError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.planning import StepTimes, measure
+from jaxserve.planning import StepTimes
+from jaxserve.planning.profiler import measure
 from jaxserve.planning.step_times import Curve
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from tests.planning.step_times import CONFIG, made_up

@@ -26,9 +26,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.execution import regroup
 from jaxserve.execution.executor import StepHandle
-from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
+from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.schedule import Division
-from jaxserve.planning.step_times import Curve
+from jaxserve.planning.step_times import Curve, keep_times
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan, StepResult
@@ -392,7 +392,7 @@ def test_a_plan_moves_devices_and_so_does_a_drift(
         rt.regroup(encode=1, decode=1, max_pause_s=60)
         _load(rt, slow_times, tmp_path)
         two = _scaled(slow_times.groups[0], 2, decode=100.0, prefill=0.001)
-        keep_step_times(tmp_path / "profiles", two)
+        keep_times(tmp_path / "profiles", two)
 
         stays = rt.plan(lengths=[(60, 2)] * 9, max_pause_s=0.0)
         assert stays.schedule.division == Division(1, 1) and stays.move is not None
@@ -470,7 +470,7 @@ def test_the_papers_rules_divide_the_devices(wanted, slow_times, tmp_path: Path,
         rt.regroup(encode=1, decode=1, max_pause_s=60)
         _load(rt, slow_times, tmp_path)
         two = _scaled(slow_times.groups[0], 2, decode=1.0, prefill=0.01)
-        keep_step_times(tmp_path / "profiles", two)
+        keep_times(tmp_path / "profiles", two)
         lengths = [(60, 2)] * 9
         by_computing = rt.plan(lengths=lengths, policies=("waa_c",), adopt=False, max_pause_s=60)
         by_memory = rt.plan(lengths=lengths, policies=("waa_m",), adopt=False, max_pause_s=60)

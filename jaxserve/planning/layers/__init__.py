@@ -6,14 +6,9 @@ degree, and the costs of synchronisation, transfers between stages, and KV hando
 and WAA with stages and partial tensor parallelism.
 """
 
-from jaxserve.planning.layers.bench import LayerBench, degrees_of
-from jaxserve.planning.layers.cost import (
-    MeasuredLayerCost,
-    free_bytes_of,
-    layers_deployment,
-    shape_of,
-)
-from jaxserve.planning.layers.measure import LayerTimer, measure_layers
+from jaxserve.planning.layers.bench import LayerBench
+from jaxserve.planning.layers.cost import free_bytes_of, layers_deployment
+from jaxserve.planning.layers.measure import measure_layers
 from jaxserve.planning.layers.profile import LayerOrigin, LayerProfile, LayerSizes
 
 __all__ = [
@@ -21,11 +16,7 @@ __all__ = [
     "LayerOrigin",
     "LayerProfile",
     "LayerSizes",
-    "LayerTimer",
-    "MeasuredLayerCost",
-    "degrees_of",
     "free_bytes_of",
     "layers_deployment",
     "measure_layers",
-    "shape_of",
 ]

@@ -192,7 +192,7 @@ class EncoderLayer:
         self._config = encoder.config
         self._place = place
         assert isinstance(encoder.blocks, nnx.List), "layers that are not stacked"
-        self._block = TimedBlock(encoder.blocks[0], encoder.config.group, place)
+        self.block = TimedBlock(encoder.blocks[0], encoder.config.group, place)
         with place.in_force():
             biases = both_ways_biases(encoder.relative_bias[...], encoder.max_distance)
 
@@ -208,12 +208,6 @@ class EncoderLayer:
 
         self._biases = jax.device_put(biases, place.whole)
         self._attend = jax.jit(attend)
-
-    def rest_s(self, x: Float[Array, "tokens embed"]) -> float:
-        return self._block.rest_s(x)
-
-    def busy_s(self, x: Float[Array, "tokens embed"], devices: Sequence[Any]) -> float:
-        return self._block.busy_s(x, devices)
 
     def attention_s(self, num_prompts: int, qkv: Float[Array, "tokens heads 3 head_dim"]) -> float:
         """Return the seconds of attention in a pass over prompts of equal length."""
@@ -332,7 +326,7 @@ class ShardedLayer:
     def encode_s(self, num_tokens: int) -> float:
         """Return the seconds of the encoder layer without attention, with its sums over shards."""
         assert self._encoder is not None, "a model without an encoder"
-        return self._encoder.rest_s(self._ones(num_tokens))
+        return self._encoder.block.rest_s(self._ones(num_tokens))
 
     def join_s(self, num_tokens: int) -> float:
         """Return the seconds to project encoder outputs and to write their keys and values."""
@@ -389,7 +383,7 @@ class ShardedLayer:
 
     def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
         """Return the seconds while all devices compute the layer, or the encoder layer if any."""
-        block = self._block if self._encoder is None else self._encoder
+        block = self._block if self._encoder is None else self._encoder.block
         return block.busy_s(self._ones(num_tokens), devices)
 
     def handoff_s(self, num_tokens: int, other: Any) -> float:

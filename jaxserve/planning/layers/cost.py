@@ -89,6 +89,18 @@ class MeasuredLayerCost(LayerCost):
                 "the profile lacks curves of a layer on one device; measure again, which goes on "
                 "from what is there"
             )
+        # By degree; those that only a model with an encoder has are empty for others.
+        self._rest, self._encode = self._lines(parts.REST), self._lines(parts.ENCODE)
+        self._joins, self._head = self._lines(parts.JOIN), self._lines(parts.HEAD)
+        self._sums = {
+            degree: self._line(parts.SUMS, degree) if degree > 1 else Line({1: 0.0})
+            for degree in self.degrees
+        }
+        # Transfers take no time on a single device.
+        self._handoff = Line(self._seconds(parts.HANDOFF, 1) or {1: 0.0})
+        self._handover = Line(self._seconds(parts.HANDOVER, 1) or {1: 0.0})
+        # A layer over the number of devices that compute at the same time.
+        self._busy = Line(self._seconds(parts.BUSY, 1) or {1: 1.0}, power=0.0)
 
     @property
     def launch_s(self) -> float:
@@ -168,43 +180,6 @@ class MeasuredLayerCost(LayerCost):
 
     def _lines(self, part: str) -> dict[int, Line]:
         return {degree: self._line(part, degree) for degree in self.degrees}
-
-    @cached_property
-    def _rest(self) -> dict[int, Line]:
-        return self._lines(parts.REST)
-
-    @cached_property
-    def _encode(self) -> dict[int, Line]:
-        return self._lines(parts.ENCODE)
-
-    @cached_property
-    def _joins(self) -> dict[int, Line]:
-        return self._lines(parts.JOIN)
-
-    @cached_property
-    def _head(self) -> dict[int, Line]:
-        return self._lines(parts.HEAD)
-
-    @cached_property
-    def _sums(self) -> dict[int, Line]:
-        return {
-            degree: self._line(parts.SUMS, degree) if degree > 1 else Line({1: 0.0})
-            for degree in self.degrees
-        }
-
-    @cached_property
-    def _handoff(self) -> Line:
-        """Seconds of a transfer; 0 for a single device."""
-        return Line(self._seconds(parts.HANDOFF, 1) or {1: 0.0})
-
-    @cached_property
-    def _busy(self) -> Line:
-        """Seconds of a layer over the number of devices that compute at the same time."""
-        return Line(self._seconds(parts.BUSY, 1) or {1: 1.0}, power=0.0)
-
-    @cached_property
-    def _handover(self) -> Line:
-        return Line(self._seconds(parts.HANDOVER, 1) or {1: 0.0})
 
     @cached_property
     def _prompts(self) -> dict[int, Prompts]:

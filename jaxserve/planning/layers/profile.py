@@ -6,16 +6,20 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
-from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
-from jaxserve.core.host import cpu_name
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.config import DecoderConfig
-from jaxserve.planning.step_times import UNREADABLE, checked_number
+from jaxserve.planning.step_times import (
+    checked_number,
+    compiling_versions,
+    device_facts,
+    raise_if_foreign,
+    read_table,
+)
 
 # The longest length measured by default; attention over longer ones is extrapolated.
 _MAX_LENGTH = 2048
@@ -88,32 +92,15 @@ class LayerOrigin:
     @classmethod
     def of(cls, config: DecoderConfig, devices: Sequence[Any], sizes: LayerSizes) -> LayerOrigin:
         """Return the origin of measurements on these devices, in the types of JSON."""
-        device = devices[0]
         own = cls(
             model=asdict(config),
-            device={
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "count": len(devices),
-                "host_cpu": cpu_name(),
-                "host_cores": len(os.sched_getaffinity(0)),
-            },
+            device=device_facts(devices),
             sizes=asdict(sizes),
-            versions={
-                name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve-runtime")
-            },
+            versions=compiling_versions(),
         )
         return cls(**json.loads(json.dumps(asdict(own))))
 
-    def differences(self, other: LayerOrigin) -> list[str]:
-        own, others = self._flat(), other._flat()
-        return [
-            f"{name} is {others.get(name)!r}, not {own.get(name)!r}"
-            for name in sorted({*own, *others})
-            if own.get(name) != others.get(name)
-        ]
-
-    def _flat(self) -> dict[str, Any]:
+    def compared(self) -> dict[str, Any]:
         return {
             f"{part}.{name}": value
             for part, values in asdict(self).items()
@@ -260,26 +247,21 @@ class LayerProfile:
         Raises:
           InvalidProfileError: the file has no layer profile, or its origin is not `expected`.
         """
-        try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
-            profile = cls(
-                origin=LayerOrigin(**whole["origin"]),
-                path=path,
-                seconds={
-                    name: {int(at): checked_number(s) for at, s in points.items()}
-                    for name, points in whole["seconds"].items()
-                },
-                is_complete=bool(whole["is_complete"]),
-            )
-            profile.degrees  # noqa: B018 - raises for invalid sizes and names of curves
-        except UNREADABLE as error:
-            raise InvalidProfileError(
-                f"{path} does not hold measured layers ({type(error).__name__}: {error}); remove "
-                "it, or pass a file that jaxserve wrote"
-            ) from error
-        differences = [] if expected is None else expected.differences(profile.origin)
-        if differences:
-            raise InvalidProfileError(
-                f"{path} was measured on something else: {'; '.join(differences)}; measure again"
-            )
+        profile = read_table(path, cls._from_json, "measured layers", "jaxserve plan --layers")
+        profile.path = path
+        if expected is not None:
+            raise_if_foreign(profile.origin, expected, str(path))
+        return profile
+
+    @classmethod
+    def _from_json(cls, read: dict[str, Any]) -> LayerProfile:
+        profile = cls(
+            origin=LayerOrigin(**read["origin"]),
+            seconds={
+                name: {int(at): checked_number(s) for at, s in points.items()}
+                for name, points in read["seconds"].items()
+            },
+            is_complete=bool(read["is_complete"]),
+        )
+        profile.degrees  # noqa: B018 - raises for invalid sizes and names of curves
         return profile

@@ -15,24 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.planning.schedules.cluster import (
-        CLUSTERS,
-        MODELS,
-        Cluster,
-        DeviceRoofs,
-        LayerShape,
-        TransformerShape,
-    )
-    from jaxserve.planning.schedules.layer_cost import (
-        Deployment,
-        LayerCost,
-        LayerPhase,
-        RooflineLayerCost,
-        Timeline,
-        roofline_deployment,
-    )
+    from jaxserve.planning.schedules.cluster import CLUSTERS, MODELS, DeviceRoofs, TransformerShape
+    from jaxserve.planning.schedules.layer_cost import Deployment, Timeline, roofline_deployment
     from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
-    from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
     from jaxserve.planning.schedules.plan import SchedulePlan
     from jaxserve.planning.schedules.rra import RRATimeline
     from jaxserve.planning.schedules.rra_planner import RRAPlanner
@@ -41,7 +26,6 @@ if TYPE_CHECKING:
         Estimates,
         LatencyBounds,
         ParallelLayout,
-        PipelineStage,
         Points,
         Schedule,
     )
@@ -52,22 +36,15 @@ __all__ = [
     "CLUSTERS",
     "MODELS",
     "AllocationPolicy",
-    "Cluster",
     "Deployment",
     "DeviceRoofs",
     "Estimates",
     "LatencyBounds",
-    "LayerCost",
-    "LayerPhase",
-    "LayerShape",
     "LengthDistribution",
-    "MeasuredCost",
     "ParallelLayout",
-    "PipelineStage",
     "Points",
     "RRAPlanner",
     "RRATimeline",
-    "RooflineLayerCost",
     "Schedule",
     "SchedulePlan",
     "SearchResult",
@@ -76,38 +53,15 @@ __all__ = [
     "TransformerShape",
     "WAATimeline",
     "lengths_of",
-    "measured_deployment",
     "roofline_deployment",
     "timelines_of",
 ]
 
 # Module -> names.
 _HOMES = {
-    "cluster": (
-        "CLUSTERS",
-        "MODELS",
-        "Cluster",
-        "DeviceRoofs",
-        "LayerShape",
-        "TransformerShape",
-    ),
-    "layer_cost": (
-        "Deployment",
-        "LayerCost",
-        "LayerPhase",
-        "RooflineLayerCost",
-        "Timeline",
-        "roofline_deployment",
-    ),
-    "lengths": (
-        "LengthDistribution",
-        "TaskLengths",
-        "lengths_of",
-    ),
-    "measured_cost": (
-        "MeasuredCost",
-        "measured_deployment",
-    ),
+    "cluster": ("CLUSTERS", "MODELS", "DeviceRoofs", "TransformerShape"),
+    "layer_cost": ("Deployment", "Timeline", "roofline_deployment"),
+    "lengths": ("LengthDistribution", "TaskLengths", "lengths_of"),
     "plan": ("SchedulePlan",),
     "rra": ("RRATimeline",),
     "rra_planner": ("RRAPlanner",),
@@ -116,14 +70,10 @@ _HOMES = {
         "Estimates",
         "LatencyBounds",
         "ParallelLayout",
-        "PipelineStage",
         "Points",
         "Schedule",
     ),
-    "search": (
-        "SearchResult",
-        "timelines_of",
-    ),
+    "search": ("SearchResult", "timelines_of"),
     "waa": ("WAATimeline",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

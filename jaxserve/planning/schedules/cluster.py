@@ -184,9 +184,7 @@ class DeviceRoofs:
 
     Attributes:
       flops: operations per second, in the model's precision.
-      memory_bytes_per_s: bandwidth of device memory.
       link_bytes_per_s: bandwidth between device and host, in each direction.
-      memory_bytes: size of device memory.
       peer_bytes_per_s: bandwidth between neighbouring devices of a machine.
     """
 

@@ -43,7 +43,6 @@ class DivisionRule:
 
     Attributes:
       policy: `AllocationPolicy.WAA_C` or `AllocationPolicy.WAA_M`.
-      weights_bytes: bytes of one copy.
       token_bytes: KV of a token in all layers.
     """
 
@@ -94,7 +93,6 @@ class DivisionOption:
 
     Attributes:
       times: step times of groups of these sizes.
-      num_pages: pages of the pool.
       pause_s: expected seconds of the engine's pause for the move; 0 for the present division.
       is_measured: whether the step times of both sizes were measured.
       refused: why the engine cannot have it now; empty if it can.

@@ -13,16 +13,19 @@ from tqdm import tqdm
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules.continuous import CHUNKS
-from jaxserve.planning.schedules.continuous_planner import ContinuousSpace
-from jaxserve.planning.schedules.families import FAMILIES, planner_of
+from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
+from jaxserve.planning.schedules.families import (
+    FAMILIES,
+    FamiliesPlanner,
+    FamiliesSpace,
+    planner_of,
+)
 from jaxserve.planning.schedules.layer_cost import Deployment, Timeline
 from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.measured_waa import WAAPlanner, WAASpace
 from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
-from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, lowest_latency_s
+from jaxserve.planning.schedules.planner import lowest_latency_s
 from jaxserve.planning.schedules.played import Player
-from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.schedule import (
     AllocationPolicy,
     Estimates,
@@ -189,41 +192,9 @@ class ClusterSearch:
         )
 
     def lowest_s(self, fixed: LatencyBounds) -> float:
-        return _lowest_s(self.timelines, fixed)
-
-    def drawn(self, rng: np.random.Generator) -> np.ndarray:
-        return _drawn(self.timelines, rng)
-
-
-@final
-@dataclass(frozen=True)
-class EngineSearch:
-    """A `ScheduleSearch` of RRA on one engine's slots and pages, by its measured step times."""
-
-    times: StepTimes
-    config: EngineConfig
-    lengths: TaskLengths
-    timelines: tuple[Timeline, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.lengths.check_fits(self.config)
-        means = self.lengths.inputs.mean, self.lengths.outputs.less_one().mean
-        deployment = measured_deployment(self.times, self.config, *means)
-        object.__setattr__(self, "timelines", (RRATimeline(deployment, self.lengths),))
-
-    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
-        choice = search_among(self.timelines, bounds)
-        schedule = replace(choice.schedule, stages=())  # the engine's stages do not change
-        return outcome_of(schedule, choice.estimates, self.lengths)
-
-    def estimated(
-        self, schedule: Schedule, encode_batch: int, control: int
-    ) -> ScheduleOutcome | None:
-        found = _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
-        return found and replace(found, schedule=replace(found.schedule, stages=()))
-
-    def lowest_s(self, fixed: LatencyBounds) -> float:
-        return _lowest_s(self.timelines, fixed)
+        score = shortest("latency_s")
+        best = maximise(self.timelines, lambda of: np.where(fixed.met(of), score(of), 0.0))
+        return 1.0 / best.score
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self.timelines, rng)
@@ -327,12 +298,6 @@ def _open_between(
     return gap * math.log(end_s / begin_s), math.sqrt(begin_s * end_s)
 
 
-def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
-    score = shortest("latency_s")
-    best = maximise(timelines, lambda figures: np.where(fixed.met(figures), score(figures), 0.0))
-    return 1.0 / best.score
-
-
 def _distinct(
     points: Sequence[tuple[float, ScheduleOutcome]],
 ) -> Iterator[tuple[float, ScheduleOutcome]]:
@@ -413,22 +378,15 @@ class FamiliesSearch:
     lengths: TaskLengths
     policy: str | SchedulingPolicy = "auto"
     families: tuple[str, ...] = FAMILIES
-    _rra: EngineSearch = field(init=False, repr=False)
-    _planner: SchedulePlanner = field(init=False, repr=False)
-    _space: ScheduleSpace = field(init=False, repr=False)
-    _continuous: ContinuousSpace = field(init=False, repr=False)
+    _planner: ContinuousPlanner | FamiliesPlanner = field(init=False, repr=False)
+    _space: ContinuousSpace | FamiliesSpace = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.lengths.check_fits(self.config)
         player = Player(self.times, get_policy(self.policy), lambda: self.config)
         planner = planner_of(player, self.families)
-        made = {
-            "_rra": EngineSearch(self.times, self.config, self.lengths),
-            "_planner": planner,
-            "_space": planner.space(self.lengths, ()),
-            "_continuous": ContinuousSpace(player, self.lengths),
-        }
-        for name, value in made.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_planner", planner)
+        object.__setattr__(self, "_space", planner.space(self.lengths, ()))
 
     def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         plan = self._planner.plan(self.lengths, bounds, num_lengths=0)
@@ -441,7 +399,9 @@ class FamiliesSearch:
             if encode_batch != schedule.encode_batch or not 1 <= control <= self.config.max_slots:
                 return None
             return self._outcome(*self._continuous.of(control))
-        found = self._rra.estimated(schedule, encode_batch, control)
+        assert isinstance(self._space, FamiliesSpace), "only it has schedules of RRA"
+        timeline = self._space.rra.timeline
+        found = _estimated(timeline, schedule, encode_batch, control, self.lengths)
         if found is None:
             return None
         nearest = self._space.nearest(found.schedule)
@@ -452,12 +412,17 @@ class FamiliesSearch:
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         parts = []
-        if "rra" in self.families:
-            parts.append(self._rra.drawn(rng))
+        if isinstance(self._space, FamiliesSpace):
+            parts.append(_drawn([self._space.rra.timeline], rng))
         if "continuous" in self.families:
             known = [self._continuous.of(size)[1] for size in self.config.slot_buckets]
             parts.append(np.array([[each.throughput, each.latency_s] for each in known]))
         return np.concatenate(parts)
+
+    @property
+    def _continuous(self) -> ContinuousSpace:
+        space = self._space
+        return space.continuous if isinstance(space, FamiliesSpace) else space
 
     def _outcome(self, schedule: Schedule, estimates: Estimates) -> ScheduleOutcome:
         return outcome_of(schedule, estimates, self.lengths, SIMULATED)

@@ -61,7 +61,6 @@ class LayerCost(abc.ABC):
         """Return the seconds of a layer's attention on one of `degree` shards.
 
         Args:
-          batch: sequences.
           length: tokens of each sequence to encode; positions that each token to decode attends to,
             including those of cross attention.
         """
@@ -111,9 +110,6 @@ class Deployment:
       cost_within: costs of RRA's rounds for the smallest and the largest N_D [configurations, 1],
         if they depend on N_D: exact where the two are equal, otherwise lower limits. None to use
         `cost` for every N_D.
-      overlaps_rounds: whether the first stages encode RRA's next round while later ones still
-        decode, as in the paper's figure 4a. The engine does not: it reads a round's results, which
-        tell how many answers have ended, before it encodes.
     """
 
     model: TransformerShape
@@ -124,7 +120,6 @@ class Deployment:
     encode_margin: float = 0.0
     decode_margin: float = 0.0
     cost_within: Callable[[np.ndarray, np.ndarray], LayerCost] | None = None
-    overlaps_rounds: bool = False
 
     def at(self, fewest: np.ndarray, most: np.ndarray) -> Deployment:
         """Return the deployment with its costs for ranges of N_D [configurations]."""

@@ -33,7 +33,6 @@ class OwnSpan:
 
     Attributes:
       name: the bound's name in `SamplingParams`.
-      num_tokens: output tokens in the span.
       is_whole: whether the span starts at submission, which includes the steps in flight and those
         of the prompt; otherwise it starts at the first token.
       bound_s: seconds allowed.

@@ -108,7 +108,6 @@ class Played:
     as `Unified` does. All latencies are the simulated ones times `LONGER`.
 
     Attributes:
-      answers_per_s: throughput.
       latency_s: seconds from admission to end within which the share of answers ends that is no
         longer than the percentile length. If few answers were measured whole, the seconds of an
         answer of that length, which 95 % of such answers do not exceed.

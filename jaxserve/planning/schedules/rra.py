@@ -172,39 +172,25 @@ class RoundParts:
     The sequences are in M mini-batches, one per stage, but of at least one sequence each. With e
     and d the seconds of a mini-batch in the slowest stage, and E and D those through all stages, a
     decode iteration of all mini-batches takes R = max(M d, D), and an encode phase F = E + (M - 1)
-    e. If a round's results are read before the next begins, it takes E + (M - 1) max(e, d) + N_D R.
-    If rounds overlap (`Deployment.overlaps_rounds`), it takes the longest of three paths:
-
-    - M e + N_D R: the slowest stage is always busy;
-    - F + D / M + (N_D - 1) R: the last mini-batch's first iteration waits for its encoding;
-    - E / M + D (M - 1) / M + N_D R: the first mini-batch's encoding waits for stages that decode.
-
-    For equal stages, except transfers, that is exact: `tests/planning/schedules/pipelines.py` plays
-    the pipeline stage by stage.
+    e. A round's results, which tell how many answers have ended, are read before the next begins,
+    so it takes E + (M - 1) max(e, d) + N_D R. For equal stages, except transfers, that is exact:
+    `tests/planning/schedules/pipelines.py` plays the pipeline stage by stage.
 
     Attributes:
-      busy_s: M e, an encode phase in the slowest stage.
       encode_s: F, an encode phase from its start to its end in the last stage.
       stagger_s: (M - 1) (d - e) if d is longer: the delay from the end of the last mini-batch's
         encoding to the start of its decoding.
-      turn_s: D / M, a mini-batch's decode iteration in one stage, on average.
-      lead_s: E / M + D (M - 1) / M, an encode phase until the first decode iteration, if stages
-        wait for the previous decode iteration.
       present_s: R of a mean iteration of each part of a phase [configurations, parts].
       token_s: seconds per decoded token and encoded sequence of each part; 0 without tokens.
       iteration_s: R of a mean iteration. An iteration with less than one expected sequence takes
         place with that probability.
     """
 
-    busy_s: np.ndarray
     encode_s: np.ndarray
     stagger_s: np.ndarray
-    turn_s: np.ndarray
-    lead_s: np.ndarray
     present_s: np.ndarray
     token_s: np.ndarray
     iteration_s: np.ndarray
-    overlaps: bool
 
     @classmethod
     def of(
@@ -218,8 +204,7 @@ class RoundParts:
     ) -> RoundParts:
         """Return the parts of rounds of B_E sequences, each with `sequences` decoding ones."""
         model, cost = deployment.model, deployment.cost
-        num_stages = pipeline.num_stages
-        num = np.minimum(num_stages, encode_batch)
+        num = np.minimum(pipeline.num_stages, encode_batch)
         batch = encode_batch / num
         slowest_s, encode_through_s = pipeline.pass_s(
             cost,
@@ -250,36 +235,16 @@ class RoundParts:
         present_s = np.maximum(num_parts * slowest_row_s, through_s)
         odds = np.minimum(num_decoding, 1.0)
         later_s = np.maximum(slowest_row_s[:, 0] - slowest_s, 0.0)
-        mean_through_s = (odds * through_s).mean(1)
-        turn_s = mean_through_s / num_stages
         return cls(
-            busy_s=num * slowest_s,
             encode_s=encode_through_s + (num - 1) * slowest_s,
             stagger_s=(num_parts[:, 0] - 1) * later_s,
-            turn_s=turn_s,
-            lead_s=encode_through_s / num_stages + mean_through_s - turn_s,
             present_s=present_s,
             token_s=np.where(sequences > 0, odds * present_s / np.maximum(sequences, 1e-300), 0.0),
             iteration_s=(odds * present_s).mean(1),
-            overlaps=deployment.overlaps_rounds,
         )
 
-    @property
-    def least_s(self) -> np.ndarray:
-        """The least seconds that an encode phase adds to any round."""
-        return self.busy_s if self.overlaps else self.encode_s
-
-    @property
-    def between_s(self) -> np.ndarray:
-        """The least seconds that an encode phase adds to a round of these decode iterations."""
-        return self.busy_s if self.overlaps else self.encode_s + self.stagger_s
-
     def round_s(self, num_decodes: np.ndarray) -> np.ndarray:
-        decode_s = num_decodes * self.iteration_s
-        if not self.overlaps:
-            return self.encode_s + self.stagger_s + decode_s
-        waits_s = self.encode_s + self.turn_s + decode_s - self.iteration_s
-        return np.maximum(np.maximum(self.busy_s, self.lead_s) + decode_s, waits_s)
+        return self.encode_s + self.stagger_s + num_decodes * self.iteration_s
 
     def decoding_s(self, num_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds in which parts decode `num_tokens` per encoded sequence."""
@@ -391,7 +356,7 @@ class RRATimeline:
             largest = np.clip(self._largest_fitting(pipeline, controls), batch, largest)
             fastest = parts_of(largest, phases.least_batch(*controls))
             together = parts_of(largest, -phases.least_negated(*controls))
-            together_s = fastest.least_s + together.decoding_s(phases.least_decoded(*controls))
+            together_s = fastest.encode_s + together.decoding_s(phases.least_decoded(*controls))
             round_s = np.maximum(fastest.round_s(boxes.low.control), together_s)
         latency_s = self._least_latency_s(parts, most, self._longest)
         memory = self._memory(pipeline, batch * phases.least_peak_tokens(*controls))
@@ -452,7 +417,8 @@ class RRATimeline:
         num_earlier = np.maximum(-(-longest // most_decodes), 1) - 1
         slow = 1 + self._deployment.decode_margin
         latency_s = parts.encode_s + slow * longest * parts.iteration_s
-        return latency_s + num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
+        between_s = parts.encode_s + parts.stagger_s
+        return latency_s + num_earlier * between_s + self._slack_s(parts, num_earlier)
 
     def _own_share(
         self, latency_s: Callable[[int], np.ndarray], prompts_s: np.ndarray

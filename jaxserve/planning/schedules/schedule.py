@@ -28,6 +28,11 @@ class AllocationPolicy(Enum):
     WAA_M = "waa_m"
     CONTINUOUS = "continuous"
 
+    @property
+    def label(self) -> str:
+        """The name in tables and pictures."""
+        return self.value if self.name == "CONTINUOUS" else self.value.replace("_", "-").upper()
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +248,6 @@ class LatencyBounds:
     def finite(self) -> dict[str, float]:
         bounds = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: bound_s for name, bound_s in bounds.items() if bound_s != math.inf}
-
-    def widened(self, share: float) -> LatencyBounds:
-        """Return bounds that are longer by a share of each."""
-        bounds = self.finite()
-        return LatencyBounds(**{name: bound_s * (1 + share) for name, bound_s in bounds.items()})
 
     def met(self, figures: Estimates | Best) -> np.ndarray:
         """Return which configurations fit and keep all bounds, or which boxes might have one.

@@ -15,20 +15,16 @@ from jaxserve.planning.layers import (
     LayerOrigin,
     LayerProfile,
     LayerSizes,
-    MeasuredLayerCost,
-    degrees_of,
     layers_deployment,
     measure_layers,
 )
-from jaxserve.planning.layers.cost import shape_of
+from jaxserve.planning.layers.bench import degrees_of
+from jaxserve.planning.layers.cost import MeasuredLayerCost, shape_of
 from jaxserve.planning.layers.profile import LAUNCH, curve
-from jaxserve.planning.schedules import (
-    LatencyBounds,
-    LayerPhase,
-    LengthDistribution,
-    TaskLengths,
-)
+from jaxserve.planning.schedules import LatencyBounds, LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.layer_cost import LayerPhase
 from jaxserve.planning.schedules.search import search
+from jaxserve.planning.step_times import differences
 from jaxserve.testing.tiny import tiny_llama, tiny_t5
 from tests.common.tiers import some
 
@@ -59,7 +55,7 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, qua
     cost = MeasuredLayerCost(with_free_launches(profile), config.num_layers)
     assert cost.rest_s(LayerPhase.ENCODE, 16.0, 1) > 0
     assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
-    assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
+    assert differences(origin, LayerOrigin.of(config, devices[:1], sizes))
 
 
 def with_free_launches(profile: LayerProfile) -> LayerProfile:

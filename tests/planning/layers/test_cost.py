@@ -8,12 +8,12 @@ import pytest
 from jaxserve.core.errors import InvalidProfileError
 from jaxserve.planning.layers import (
     LayerProfile,
-    MeasuredLayerCost,
     layers_deployment,
     measure_layers,
 )
-from jaxserve.planning.layers.cost import Line, Surface
-from jaxserve.planning.schedules import LatencyBounds, LayerPhase, LengthDistribution, TaskLengths
+from jaxserve.planning.layers.cost import Line, MeasuredLayerCost, Surface
+from jaxserve.planning.schedules import LatencyBounds, LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.layer_cost import LayerPhase
 from jaxserve.planning.schedules.search import search, throughput_under, timelines_of
 from jaxserve.testing.tiny import tiny_llama
 from tests.common.tiers import some

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.planning.schedules import Cluster, Deployment, LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.cluster import DeviceRoofs, LayerShape, TransformerShape
+from jaxserve.planning.schedules import Deployment, LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.cluster import Cluster, DeviceRoofs, LayerShape, TransformerShape
 from jaxserve.planning.schedules.layer_cost import LayerPhase, Numbers, Timeline
 from jaxserve.planning.schedules.schedule import Points
 from jaxserve.planning.schedules.search import Incumbent, Score

@@ -5,38 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def round_s(
-    encode_s: Sequence[float], decode_s: Sequence[float], num_decodes: int, *, num_rounds: int = 12
-) -> float:
-    """The period of RRA's rounds: each stage computes mini-batches in the same order.
+def round_s(encode_s: Sequence[float], decode_s: Sequence[float], num_decodes: int) -> float:
+    """The seconds of an RRA round, from empty stages until its last mini-batch has left.
 
-    A mini-batch enters a stage when it has left the stage before and the stage is free. A decode
-    iteration enters the first stage when the mini-batch's last pass has left the last stage; new
-    sequences to encode wait for nothing.
+    Each stage computes mini-batches in the same order. A mini-batch enters a stage when it has left
+    the stage before and the stage is free. A decode iteration enters the first stage when the
+    mini-batch's last pass has left the last stage.
 
     Args:
       encode_s, decode_s: seconds of a mini-batch by stage; there are as many mini-batches.
     """
-    num = len(encode_s)
-    free = [0.0] * num
-    left = [0.0] * num
-    begins = []
-    for _ in range(num_rounds):
-        begins.append(free[0])
-        for iteration in range(num_decodes + 1):
-            for batch in range(num):
-                time = left[batch] if iteration else 0.0
-                for stage in range(num):
-                    seconds = decode_s[stage] if iteration else encode_s[stage]
-                    time = free[stage] = max(time, free[stage]) + seconds
-                left[batch] = time
-    return (begins[-1] - begins[num_rounds // 2]) / (num_rounds - 1 - num_rounds // 2)
-
-
-def drained_round_s(
-    encode_s: Sequence[float], decode_s: Sequence[float], num_decodes: int
-) -> float:
-    """The same of a round that begins with empty stages, until its last mini-batch has left."""
     num = len(encode_s)
     free, left = [0.0] * num, [0.0] * num
     for iteration in range(num_decodes + 1):

@@ -20,10 +20,10 @@ from jaxserve.planning.schedules import (
     Deployment,
     ParallelLayout,
     Points,
-    RooflineLayerCost,
     RRATimeline,
     TaskLengths,
 )
+from jaxserve.planning.schedules.layer_cost import RooflineLayerCost
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.order import FCFS

@@ -19,7 +19,7 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.planning.schedules.frontier import (
     ClusterSearch,
-    EngineSearch,
+    FamiliesSearch,
     frontier_of,
     neighbours_of,
 )
@@ -32,7 +32,6 @@ from tests.planning.schedules.made_up import (
     model_of,
     random_case,
 )
-from tests.planning.schedules.step_times import plan_rra
 from tests.planning.step_times import CONFIG, made_up
 
 
@@ -134,35 +133,13 @@ def test_neighbours_differ_in_one_step(
         assert same.estimates.latency_s == outcome.estimates.latency_s
 
 
-@pytest.mark.release
-def test_an_engine_plans_as_its_runtime_does():
-    """The schedule and figures of one engine are those of `RRAPlanner`."""
-    pairs = [(20 + i % 30, 1 + (7 * i) % 60) for i in range(100)]
-    inputs, outputs = zip(*pairs, strict=True)
-    lengths = TaskLengths(
-        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
-    )
-    schedules = EngineSearch(made_up(), CONFIG, lengths)
-    frontier = frontier_of(schedules, num_bounds=4)
-    for bound_s in (frontier.points[1][0], math.inf):
-        found = schedules.best(LatencyBounds(latency_s=bound_s))
-        plan = plan_rra(made_up(), CONFIG, pairs, bound_s)
-        assert found.schedule == plan.schedule
-        assert float(found.estimates.latency_s) == plan.latency_s
-        assert (float(found.estimates.throughput), found.tokens_per_s) == (
-            plan.answers_per_s,
-            plan.tokens_per_s,
-        )
-    assert neighbours_of(schedules, frontier.points[0][1])
-
-
 def test_lengths_beyond_an_engines_context_are_refused():
     """An engine whose context is too short is told so before anything is searched."""
     lengths = TaskLengths(LengthDistribution.of_samples([200]), LengthDistribution.of_samples([57]))
     with pytest.raises(InvalidConfigError, match="do not fit in a context of 256"):
-        EngineSearch(made_up(), CONFIG, lengths)
+        FamiliesSearch(made_up(), CONFIG, lengths)
     pairs = [(200, 5), (20, 57)]  # no prompt of 200 tokens has an answer of 57
-    assert EngineSearch(made_up(), CONFIG, lengths_of(pairs)).timelines
+    assert FamiliesSearch(made_up(), CONFIG, lengths_of(pairs)).lengths.inputs.max_length == 200
     with pytest.raises(InvalidConfigError, match="up to 257 prompt and output tokens together"):
         lengths_of([(200, 57)]).check_fits(CONFIG)
 

@@ -15,17 +15,16 @@ import pytest
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import (
     LatencyBounds,
-    LayerPhase,
     LengthDistribution,
-    MeasuredCost,
     Points,
     RRAPlanner,
     RRATimeline,
     SchedulePlan,
     TaskLengths,
     lengths_of,
-    measured_deployment,
 )
+from jaxserve.planning.schedules.layer_cost import LayerPhase
+from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.iteration.rra import RRA
 from tests.common.tiers import some

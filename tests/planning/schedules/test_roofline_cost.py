@@ -7,15 +7,9 @@ import pytest
 
 from benchmarks.exegpt.scenarios import DEPLOYMENTS
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.planning.schedules import (
-    CLUSTERS,
-    MODELS,
-    Cluster,
-    LayerCost,
-    LayerPhase,
-    RooflineLayerCost,
-    TransformerShape,
-)
+from jaxserve.planning.schedules import CLUSTERS, MODELS, TransformerShape
+from jaxserve.planning.schedules.cluster import Cluster
+from jaxserve.planning.schedules.layer_cost import LayerCost, LayerPhase, RooflineLayerCost
 from tests.planning.schedules.made_up import cluster_of, model_of
 
 pytestmark = pytest.mark.fast

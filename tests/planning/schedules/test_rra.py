@@ -15,7 +15,7 @@ from jaxserve.planning.schedules import (
     TaskLengths,
 )
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
-from tests.planning.schedules.pipelines import drained_round_s, round_s
+from tests.planning.schedules.pipelines import round_s
 
 pytestmark = pytest.mark.fast
 
@@ -45,8 +45,7 @@ def test_a_round_of_two_stages_by_hand():
 
     A mini-batch of one sequence encodes 4 tokens in e = 2 s, so F = 4 + 2 = 6. Answers of 4
     iterations are in two rounds: 4 sequences decode, two in a mini-batch, in d = 1 + 0.25 * 2 =
-    1.5 s and R = 3. A round takes 6 + 2 * 3 = 12 s. If rounds overlap, it takes
-    max(4 + 6, 6 + 1.5 + 3, 2 + 1.5 + 6) = 10.5 s.
+    1.5 s and R = 3. A round takes 6 + 2 * 3 = 12 s.
     """
     timeline = _timeline()
     figures = timeline.estimate(Points.one(0, 2, 2))[0]
@@ -56,9 +55,6 @@ def test_a_round_of_two_stages_by_hand():
     # One round, then an encode phase and two iterations.
     assert figures.latency_s == pytest.approx(12 + 6 + 2 * 3)
     assert figures.token_s == pytest.approx((12 + 6) / 4)
-    overlapping = _timeline(overlaps_rounds=True).estimate(Points.one(0, 2, 2))[0]
-    assert overlapping.period_s == pytest.approx(10.5)
-    assert overlapping.latency_s == pytest.approx(10.5 + 6 + 2 * 3)
     assert figures.decode_batch == pytest.approx(4.0)
     # A layer of 20 bytes and 8 of embedding; in iteration 2 new ones have 4 + 2 tokens, others
     # 4 + 4, of 12 bytes.
@@ -148,20 +144,16 @@ def test_rounds_of_equal_stages_are_those_of_a_played_pipeline(
 ):
     """Encoding slower and faster than decoding, any N_D: the closed forms are exact."""
     cost, point = MadeUpCost(token_s=token_s), Points.one(0, 2 * num_stages, num_decodes)
-    timeline = _timeline(num_stages, num_stages, cost=cost, overlaps_rounds=True)
-    figures = timeline.estimate(point)[0]
     encode_s = 2 * 4 * token_s
     decode_s = 1 + 0.25 * 2 * 4 / num_decodes  # four iterations an answer
-    played = round_s([encode_s] * num_stages, [decode_s] * num_stages, num_decodes)
-    assert figures.period_s == pytest.approx(played)
     figures = _timeline(num_stages, num_stages, cost=cost).estimate(point)[0]
-    played = drained_round_s([encode_s] * num_stages, [decode_s] * num_stages, num_decodes)
+    played = round_s([encode_s] * num_stages, [decode_s] * num_stages, num_decodes)
     assert figures.period_s == pytest.approx(played)
 
 
 def test_rounds_of_unequal_stages_are_close_to_those_of_a_played_pipeline():
     """Seven layers on four devices: a stage has one or two; within 8 %."""
-    timeline = _timeline(7, 4, cost=MadeUpCost(token_s=0.4), overlaps_rounds=True)
+    timeline = _timeline(7, 4, cost=MadeUpCost(token_s=0.4))
     for num_decodes in (1, 2):
         figures = timeline.estimate(Points.one(0, 8, num_decodes))[0]
         layers = [s.num_decode_layers for s in timeline.schedule(Points.one(0, 8, 1)).stages]

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-
 from benchmarks.exegpt.algorithm_1 import misses_of, monotone_search
+
 from benchmarks.exegpt.scenarios import DEPLOYMENTS
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import (
@@ -19,12 +19,11 @@ from jaxserve.planning.schedules import (
     Deployment,
     LatencyBounds,
     Points,
-    RooflineLayerCost,
     TaskLengths,
     Timeline,
     timelines_of,
 )
-from jaxserve.planning.schedules.layer_cost import Boxes
+from jaxserve.planning.schedules.layer_cost import Boxes, RooflineLayerCost
 from jaxserve.planning.schedules.rra_planner import RememberedTimeline
 from jaxserve.planning.schedules.search import maximise, search, shortest, throughput_under
 from jaxserve.workload.tasks import TASKS
