@@ -109,7 +109,7 @@ class PlanController:
             if plan is not None:
                 plan = self._carry_out(plan)
                 if adaptation is not None:
-                    adaptation.keep(plan)
+                    adaptation.plan = plan
             self._adaptation = adaptation
             if adaptation is not None and self._thread is None and not self._is_closed:
                 thread = threading.Thread(target=self._run, name="jaxserve-controller", daemon=True)
@@ -202,7 +202,7 @@ class PlanController:
                     self._in_force = adaptation.plan  # as expected with the newest lengths
                 return
             try:
-                adaptation.keep(self._carry_out(plan))
+                adaptation.plan = self._carry_out(plan)
             except RegroupError as error:
                 _log.warning("the plan stays: %s", error)
                 adaptation.refuse(before)

@@ -234,29 +234,25 @@ class DividedSpace:
 
         The move says why if a better division is not worth it.
         """
-        found: dict[Division, Schedule | None] = {}
-        values: dict[Division, float] = {}
-        for division, space in self.spaces.items():
-            schedule = found[division] = chosen(space, bounds)
-            if schedule is not None:
-                values[division] = float(space.estimated(schedule).throughput)
-        return self._judged(found, values)
+        return self._judged(lambda space: chosen(space, bounds), lambda of: of.throughput)
 
     def nearest_to(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
         """Return the schedule that misses the bounds least, and the move; see `chosen`."""
         score = nearest_to(bounds)
+        return self._judged(lambda space: space.best(score), score)
+
+    def _judged(
+        self,
+        best: Callable[[ScheduleSpace], Schedule | None],
+        value: Callable[[Estimates], np.ndarray],
+    ) -> tuple[Schedule | None, Move | None]:
+        """Choose among each division's best schedule; the values rise with their quality."""
         found: dict[Division, Schedule | None] = {}
         values: dict[Division, float] = {}
         for division, space in self.spaces.items():
-            schedule = found[division] = space.best(score)
+            schedule = found[division] = best(space)
             if schedule is not None:
-                values[division] = float(score(space.estimated(schedule)))
-        return self._judged(found, values)
-
-    def _judged(
-        self, found: Mapping[Division, Schedule | None], values: Mapping[Division, float]
-    ) -> tuple[Schedule | None, Move | None]:
-        """Choose among each division's best schedule; `values` rise with their quality."""
+                values[division] = float(value(space.estimated(schedule)))
         present = self.present
         first: Move | None = None
         for division in sorted(values, key=lambda each: -values[each]):
