@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from scipy.stats import binom
 
-from benchmarks.exegpt.step_cost import decode_pass, encode_pass, memory_bytes, pipeline_of
+from benchmarks.exegpt.step_cost import pipeline_of
 from jaxserve.planning.schedules import (
     AllocationPolicy,
     Deployment,
@@ -33,7 +33,7 @@ def fitting_batches(
     Args:
       held: tokens whose KV is held for each sequence.
     """
-    empty, one = memory_bytes(deployment, pipeline, np.array([0, held])).tolist()
+    empty, one = pipeline.whole_bytes(deployment.model, np.array([0, held])).tolist()
     room = deployment.cluster.memory_bytes - empty
     most = min(room / max(one - empty, 1e-300), deployment.max_encode_batch)
     batch = np.arange(step, int(max(most, 0)) + 1, step)
@@ -125,12 +125,12 @@ class StaticBatches:
         num = np.minimum(batch, pipeline.num_stages)
         num_encode = np.minimum(batch, split * pipeline.num_stages)
         part, length = batch / num_encode, np.sqrt(inputs.mean_square)
-        slowest_s, through_s = encode_pass(deployment, pipeline, part, length, part * inputs.mean)
+        slowest_s, through_s = pipeline.encode_pass_s(deployment, part, length, part * inputs.mean)
         encode_s = through_s + (num_encode - 1) * slowest_s
 
         def decode_s(iterations: np.ndarray) -> np.ndarray:
             context = inputs.mean + (iterations + 1) / 2
-            slowest_s, through_s = decode_pass(deployment, pipeline, batch / num, context)
+            slowest_s, through_s = pipeline.decode_pass_s(deployment, batch / num, context)
             return iterations * np.maximum(num * slowest_s, through_s)
 
         iterations = outputs.less_one() if deployment.model.is_decoder_only else outputs

@@ -14,8 +14,6 @@ from benchmarks.exegpt.baselines import Served, whole_layout
 from benchmarks.exegpt.step_cost import (
     LayerStepCost,
     MixedStepCost,
-    encode_pass,
-    memory_bytes,
     pipeline_of,
 )
 from jaxserve.core.config import EngineConfig
@@ -248,7 +246,7 @@ def _cost(
     }
     batch, tokens = np.array([schedule.encode_batch]), np.array([schedule.encode_tokens])
     length = np.sqrt(lengths.inputs.mean_square)
-    slowest_s, through_s = encode_pass(deployment, encode, batch, length, tokens, joins=False)
+    slowest_s, through_s = encode.encode_pass_s(deployment, batch, length, tokens, joins=False)
     both = tuple(groups[number] for number in sorted(groups))
     cost = GroupCosts(both, page_bytes=1.0, link_bytes_per_s=1.0 / page_s)
     before_s = 2 * float(slowest_s[0]) + page_s * schedule.encode_tokens / _PAGE_TOKENS
@@ -279,7 +277,7 @@ def groups_of(deployment: Deployment, schedule: Schedule) -> tuple[Pipeline, Pip
 
 def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: bool = True) -> int:
     weights, one = (
-        float(memory_bytes(deployment, pipeline, tokens, holds_encoder=holds_encoder)[0])
+        float(pipeline.whole_bytes(deployment.model, tokens, holds_encoder=holds_encoder)[0])
         for tokens in (0.0, 1.0)
     )
     free = deployment.cluster.memory_bytes - weights

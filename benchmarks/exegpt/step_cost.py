@@ -11,79 +11,17 @@ import numpy as np
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules.continuous import mixed_iteration_s
-from jaxserve.planning.schedules.layer_cost import Deployment, LayerPhase, Numbers, Pipeline
+from jaxserve.planning.schedules.layer_cost import Deployment, Pipeline
 from jaxserve.planning.schedules.schedule import ParallelLayout
 from jaxserve.scheduling.plan import StepPlan
-
-# Seconds in the slowest stage, and through all of them.
-Pass = tuple[np.ndarray, np.ndarray]
 
 
 def pipeline_of(deployment: Deployment, layout: ParallelLayout) -> Pipeline:
     return Pipeline.of_layouts((layout,), deployment.cluster)
 
 
-def encode_pass(
-    deployment: Deployment,
-    pipeline: Pipeline,
-    batch: np.ndarray,
-    length: Numbers,
-    num_tokens: np.ndarray,
-    *,
-    joins: bool = True,
-) -> Pass:
-    """Return the pass of prompts; `joins` adds the projection of encoder outputs for the decoder.
-
-    Args:
-      length: of the prompts; its square gives the pairs that attention computes.
-    """
-    model, cost = deployment.model, deployment.cost
-    slowest_s, through_s = pipeline.pass_s(
-        cost,
-        LayerPhase.ENCODE,
-        model.num_encode_layers,
-        batch=batch,
-        length=length,
-        num_tokens=num_tokens,
-        num_head_tokens=batch if model.is_decoder_only else None,
-    )
-    if joins and not model.is_decoder_only:
-        joined = pipeline.join_s(cost, model.num_decode_layers, num_tokens)
-        slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
-    return slowest_s, through_s
-
-
-def decode_pass(
-    deployment: Deployment, pipeline: Pipeline, rows: np.ndarray, length: Numbers
-) -> Pass:
-    """Return the pass of a token of each of `rows` sequences of mean length `length`."""
-    return pipeline.pass_s(
-        deployment.cost,
-        LayerPhase.DECODE,
-        deployment.model.num_decode_layers,
-        batch=rows,
-        length=length,
-        num_tokens=rows,
-        num_head_tokens=rows,
-    )
-
-
-def memory_bytes(
-    deployment: Deployment, pipeline: Pipeline, kv_tokens: Numbers, *, holds_encoder: bool = True
-) -> np.ndarray:
-    """Return the bytes on the fullest device of a group."""
-    model = deployment.model
-    has_encoder = holds_encoder and not model.is_decoder_only
-    return pipeline.memory_bytes(
-        model,
-        num_encode_layers=model.num_encode_layers if has_encoder else 0,
-        num_decode_layers=model.num_decode_layers,
-        kv_tokens=kv_tokens,
-    )
-
-
 def _prompts(work: StepWork) -> tuple[int, int, float]:
-    """Return number, tokens and mean length of a step's prompts; see `encode_pass`."""
+    """Return number, tokens and mean length of a step's prompts; see `Pipeline.encode_pass_s`."""
     tokens = [row.num_tokens for row in work.plan.rows if row.num_tokens > 1]
     # The pairs of a prompt are twice its sum of positions minus its tokens.
     pairs = max(1, 2 * work.prefilled - sum(tokens))
@@ -157,8 +95,8 @@ class LayerStepCost:
         num = int(np.clip(batch, 1, self.pipeline.num_stages[0])) if self.decodes else 1
         part = np.array([batch / num])
         tokens = part * num_tokens / batch
-        slowest_s, through_s = encode_pass(
-            self.deployment, self.pipeline, part, length, tokens, joins=self.decodes
+        slowest_s, through_s = self.pipeline.encode_pass_s(
+            self.deployment, part, length, tokens, joins=self.decodes
         )
         if not self.decodes:
             return float(slowest_s[0])
@@ -166,14 +104,11 @@ class LayerStepCost:
 
     def _decode_s(self, batch: float, length: float, num_joined: float) -> float:
         """Return the seconds between two iterations of a mini-batch."""
-        model, cost, pipeline = self.deployment.model, self.deployment.cost, self.pipeline
-        turns = self.num_turns or int(pipeline.num_stages[0])
+        turns = self.num_turns or int(self.pipeline.num_stages[0])
         num = min(max(batch, 1.0), turns)
         part = np.array([max(1.0, batch / turns)])
-        slowest_s, through_s = decode_pass(self.deployment, pipeline, part, length)
-        if num_joined:
-            joined = pipeline.join_s(cost, model.num_decode_layers, np.array([num_joined / num]))
-            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        joined = np.array([num_joined / num]) if num_joined else None
+        slowest_s, through_s = self.pipeline.decode_pass_s(self.deployment, part, length, joined)
         return float(max(num * slowest_s[0], through_s[0]))
 
 

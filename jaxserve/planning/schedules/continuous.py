@@ -73,18 +73,9 @@ def mixed_iteration_s(
     if not is_mixed:
         whole = np.maximum(num_pieces, 1.0)
         whole_tokens = num_tokens * whole / np.where(num_pieces > 0, num_pieces, 1.0)
-        encoded = pipeline.pass_s(
-            cost,
-            LayerPhase.ENCODE,
-            model.num_encode_layers,
-            batch=whole,
-            length=length,
-            num_tokens=whole_tokens,
-            num_head_tokens=None,
-        )
-        joined = pipeline.join_s(cost, model.num_decode_layers, whole_tokens)
-        slowest_s = slowest_s + (encoded[0] + joined[0]) * np.minimum(num_pieces, 1.0)
-        through_s = through_s + (encoded[1] + joined[1]) * (num_pieces > 0)
+        encoded = pipeline.encode_pass_s(deployment, whole, length, whole_tokens)
+        slowest_s = slowest_s + encoded[0] * np.minimum(num_pieces, 1.0)
+        through_s = through_s + encoded[1] * (num_pieces > 0)
     return np.maximum(num_turns * slowest_s, through_s)
 
 
@@ -262,13 +253,7 @@ class ContinuousTimeline:
         ) * rest_s
 
     def _memory(self, pipeline: Pipeline, batch: np.ndarray) -> np.ndarray:
-        model = self._deployment.model
-        return pipeline.memory_bytes(
-            model,
-            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-            num_decode_layers=model.num_decode_layers,
-            kv_tokens=batch * self._context,
-        )
+        return pipeline.whole_bytes(self._deployment.model, batch * self._context)
 
     def _largest_batch(self) -> int:
         """Return an upper limit (at least 1) of B in configurations that fit."""

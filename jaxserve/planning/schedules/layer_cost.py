@@ -322,6 +322,62 @@ class Pipeline:
         )
         return np.maximum(in_single, in_sharded), through_s
 
+    def encode_pass_s(
+        self,
+        deployment: Deployment,
+        batch: np.ndarray,
+        length: Numbers,
+        num_tokens: np.ndarray,
+        *,
+        joins: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `pass_s` of prompts; `joins` adds the projection of encoder outputs.
+
+        Args:
+          length: of the prompts; its square gives the pairs that attention computes.
+        """
+        model, cost = deployment.model, deployment.cost
+        slowest_s, through_s = self.pass_s(
+            cost,
+            LayerPhase.ENCODE,
+            model.num_encode_layers,
+            batch=batch,
+            length=length,
+            num_tokens=num_tokens,
+            num_head_tokens=batch if model.is_decoder_only else None,
+        )
+        if joins and not model.is_decoder_only:
+            joined = self.join_s(cost, model.num_decode_layers, num_tokens)
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        return slowest_s, through_s
+
+    def decode_pass_s(
+        self,
+        deployment: Deployment,
+        rows: np.ndarray,
+        length: Numbers,
+        num_joined: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `pass_s` of a token of each of `rows` sequences of mean length `length`.
+
+        Args:
+          num_joined: tokens whose encoder outputs are projected in the same pass.
+        """
+        model, cost = deployment.model, deployment.cost
+        slowest_s, through_s = self.pass_s(
+            cost,
+            LayerPhase.DECODE,
+            model.num_decode_layers,
+            batch=rows,
+            length=length,
+            num_tokens=rows,
+            num_head_tokens=rows,
+        )
+        if num_joined is not None and not model.is_decoder_only:
+            joined = self.join_s(cost, model.num_decode_layers, num_joined)
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        return slowest_s, through_s
+
     def _layers_s(
         self, num_layers: int, layer_s: Callable[[Numbers], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -361,6 +417,18 @@ class Pipeline:
             most(num_encode_layers) * model.encode_layer_bytes
             + most(num_decode_layers) * decode_bytes
             + embedding / np.where(self.num_single > 0, 1, self.degree)
+        )
+
+    def whole_bytes(
+        self, model: TransformerShape, kv_tokens: Numbers, *, holds_encoder: bool = True
+    ) -> np.ndarray:
+        """Return `memory_bytes` of stages that decode, and hold the encoder too if there is one."""
+        has_encoder = holds_encoder and not model.is_decoder_only
+        return self.memory_bytes(
+            model,
+            num_encode_layers=model.num_encode_layers if has_encoder else 0,
+            num_decode_layers=model.num_decode_layers,
+            kv_tokens=kv_tokens,
         )
 
 

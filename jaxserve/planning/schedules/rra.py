@@ -12,7 +12,6 @@ import numpy as np
 from jaxserve.planning.schedules.layer_cost import (
     Boxes,
     Deployment,
-    LayerPhase,
     Pipeline,
     layouts_of,
     stages_of,
@@ -203,35 +202,16 @@ class RoundParts:
         length: np.ndarray,
     ) -> RoundParts:
         """Return the parts of rounds of B_E sequences, each with `sequences` decoding ones."""
-        model, cost = deployment.model, deployment.cost
         num = np.minimum(pipeline.num_stages, encode_batch)
         batch = encode_batch / num
-        slowest_s, encode_through_s = pipeline.pass_s(
-            cost,
-            LayerPhase.ENCODE,
-            model.num_encode_layers,
-            batch=batch,
-            length=np.sqrt(inputs.mean_square),
-            num_tokens=batch * inputs.mean,
-            num_head_tokens=batch if model.is_decoder_only else None,
+        slowest_s, encode_through_s = pipeline.encode_pass_s(
+            deployment, batch, np.sqrt(inputs.mean_square), batch * inputs.mean
         )
-        if not model.is_decoder_only:
-            num_layers = model.num_decode_layers
-            joined = pipeline.join_s(cost, num_layers, batch * inputs.mean)
-            slowest_s, encode_through_s = slowest_s + joined[0], encode_through_s + joined[1]
         rows = pipeline[:, None]
         num_decoding = encode_batch[:, None] * sequences
         num_parts = np.clip(num_decoding, 1, rows.num_stages)
         row_batch = np.maximum(num_decoding / rows.num_stages, 1.0)
-        slowest_row_s, through_s = rows.pass_s(
-            cost,
-            LayerPhase.DECODE,
-            model.num_decode_layers,
-            batch=row_batch,
-            length=length,
-            num_tokens=row_batch,
-            num_head_tokens=row_batch,
-        )
+        slowest_row_s, through_s = rows.decode_pass_s(deployment, row_batch, length)
         present_s = np.maximum(num_parts * slowest_row_s, through_s)
         odds = np.minimum(num_decoding, 1.0)
         later_s = np.maximum(slowest_row_s[:, 0] - slowest_s, 0.0)
@@ -491,13 +471,7 @@ class RRATimeline:
         return most * parts.encode_s * np.sqrt(num_earlier + 1)
 
     def _memory(self, pipeline: Pipeline, kv_tokens: np.ndarray | float) -> np.ndarray:
-        model = self._deployment.model
-        return pipeline.memory_bytes(
-            model,
-            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-            num_decode_layers=model.num_decode_layers,
-            kv_tokens=kv_tokens,
-        )
+        return pipeline.whole_bytes(self._deployment.model, kv_tokens)
 
     def _fits(
         self, pipeline: Pipeline, memory: np.ndarray, num_sequences: np.ndarray

@@ -7,11 +7,9 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.cluster import TransformerShape
 from jaxserve.planning.schedules.layer_cost import (
     Boxes,
     Deployment,
-    LayerCost,
     LayerPhase,
     Pipeline,
     layouts_of,
@@ -127,8 +125,7 @@ class DecodeGroup:
       num_joined: encoder outputs projected per decoding sequence and iteration.
     """
 
-    model: TransformerShape
-    cost: LayerCost
+    deployment: Deployment
     pipeline: Pipeline
     num_turns: tuple[np.ndarray, np.ndarray]
     num_batches: tuple[np.ndarray, np.ndarray]
@@ -139,8 +136,7 @@ class DecodeGroup:
     @classmethod
     def of(
         cls,
-        model: TransformerShape,
-        cost: LayerCost,
+        deployment: Deployment,
         pipeline: Pipeline,
         micro_batches: tuple[np.ndarray, np.ndarray],
         *,
@@ -154,8 +150,7 @@ class DecodeGroup:
         num_batches = -(-num_stages // most), -(-num_stages // fewest)
         is_one = fewest == most
         return cls(
-            model=model,
-            cost=cost,
+            deployment=deployment,
             pipeline=pipeline,
             num_turns=(
                 np.where(is_one, fewest * num_batches[0], np.maximum(num_stages, fewest)),
@@ -173,20 +168,9 @@ class DecodeGroup:
         """Return R, and d + launch of one turn, for the range's fastest B_m, or its slowest."""
         turns, split = self.num_turns[::-1] if at_most else self.num_turns
         batch = np.maximum(num_sequences / split, 1.0)
-        slowest_s, through_s = self.pipeline.pass_s(
-            self.cost,
-            LayerPhase.DECODE,
-            self.model.num_decode_layers,
-            batch=batch,
-            length=self.length,
-            num_tokens=batch,
-            num_head_tokens=batch,
+        slowest_s, through_s = self.pipeline.decode_pass_s(
+            self.deployment, batch, self.length, batch * self.num_joined
         )
-        if not self.model.is_decoder_only:
-            joined = self.pipeline.join_s(
-                self.cost, self.model.num_decode_layers, batch * self.num_joined
-            )
-            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
         num_busy = np.clip(num_sequences, 1.0, turns)
         return np.maximum(num_busy * slowest_s, through_s), slowest_s
 
@@ -385,8 +369,7 @@ class WAATimeline:
 
     def _decode_group(self, decode: Pipeline, fewest: np.ndarray, most: np.ndarray) -> DecodeGroup:
         return DecodeGroup.of(
-            self._deployment.model,
-            self._deployment.cost,
+            self._deployment,
             decode,
             (fewest, most),
             num_input_tokens=self._lengths.inputs.mean,
@@ -396,16 +379,9 @@ class WAATimeline:
 
     def _encode_s(self, encode: Pipeline, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a batch in the slowest encode stage, and through all of them."""
-        model, inputs = self._deployment.model, self._lengths.inputs
-        return encode.pass_s(
-            self._deployment.cost,
-            LayerPhase.ENCODE,
-            model.num_encode_layers,
-            batch=batch,
-            length=np.sqrt(inputs.mean_square),
-            num_tokens=batch * inputs.mean,
-            num_head_tokens=batch if model.is_decoder_only else None,
-        )
+        inputs = self._lengths.inputs
+        length, num_tokens = np.sqrt(inputs.mean_square), batch * inputs.mean
+        return encode.encode_pass_s(self._deployment, batch, length, num_tokens, joins=False)
 
     def _handover_s(self, encode: Pipeline, decode: Pipeline, batch: np.ndarray) -> np.ndarray:
         num_devices = np.maximum(np.minimum(encode.num_devices, decode.num_devices), 1)
