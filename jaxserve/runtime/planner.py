@@ -109,7 +109,7 @@ class PlanController:
             if plan is not None:
                 plan = self._carry_out(plan)
                 if adaptation is not None:
-                    adaptation.plan = plan
+                    adaptation.keep(plan)
             self._adaptation = adaptation
             if adaptation is not None and self._thread is None and not self._is_closed:
                 thread = threading.Thread(target=self._run, name="jaxserve-controller", daemon=True)
@@ -202,7 +202,7 @@ class PlanController:
                     self._in_force = adaptation.plan  # as expected with the newest lengths
                 return
             try:
-                adaptation.plan = self._carry_out(plan)
+                adaptation.keep(self._carry_out(plan))
             except RegroupError as error:
                 _log.warning("the plan stays: %s", error)
                 adaptation.refuse(before)

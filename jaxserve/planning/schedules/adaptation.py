@@ -169,6 +169,10 @@ class Adaptation:
     ) -> SchedulePlan:
         return self._planner.nearest(task, self._bounds, num_lengths=num, classes=classes)
 
+    def keep(self, plan: SchedulePlan | None) -> None:
+        """Set the plan that is in force."""
+        self.plan = plan
+
     def on_other_groups(self) -> Adaptation:
         """Return a copy for other, fixed device groups, without a plan. Any thread may call it.
 
