@@ -103,9 +103,10 @@ class Batches:
         }
 
     def _bound(self, size: int, context: float, num_prompt: int, num_output: int) -> Bound:
+        config: Any = self.rt.model_config
         return bound(
             self.machine,
-            self.rt.model_config,
+            config,
             self.dtype,
             kv_dtype=self.rt.options.kv_dtype,
             batch_size=size,

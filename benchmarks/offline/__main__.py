@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         runs = [_run_once(rt, items) for _ in range(options.repeats)]
         # Measured before the weights of the bound add to it.
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        config = rt.model_config
+        config: Any = rt.model_config
         engine, report = rt.config, rt.report()
     dtype = options.dtype or platform_defaults().dtype
     figures = summary(runs)

@@ -617,9 +617,10 @@ def find_times(kind: type[_Times], folder: Path, expected: Any) -> _Times | None
         return None
     for path in paths:
         try:
-            return kind.load(path, expected=expected)
+            found: Any = kind.load(path, expected=expected)
         except InvalidProfileError:
             continue
+        return found
     return None
 
 
