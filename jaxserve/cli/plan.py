@@ -436,12 +436,16 @@ def step_times(
     measured and kept there. The requests' `lengths` must fit in the engine's context; `settings`
     are arguments of `opening.open_service`.
     """
-    with _opened(model, quiet, settings) as rt:
+    with _opened(model, quiet, settings, warmup=False) as rt:
         lengths.check_fits(rt.config)
         if given is not None:
             return rt.load_step_times(given), rt.config
         found = None if measure_again else rt.find_step_times(_profiles())
-        return found or _kept(rt.measure_step_times()), rt.config
+        if found is not None:
+            return found, rt.config
+    # Executables are compiled before they are timed.
+    with _opened(model, quiet, settings, warmup=True) as rt:
+        return _kept(rt.measure_step_times()), rt.config
 
 
 def group_times(
@@ -454,16 +458,20 @@ def group_times(
     **settings: Any,
 ) -> tuple[GroupTimes, EngineConfig]:
     """Return the step times of a model's two groups of devices; see `step_times`."""
-    with _opened(model, quiet, {**settings, "policy": "exegpt_waa_c"}) as rt:
+    settings = {**settings, "policy": "exegpt_waa_c"}
+    with _opened(model, quiet, settings, warmup=False) as rt:
         lengths.check_fits(rt.config)
         if given is not None:
             return rt.load_group_times(given), rt.config
         found = None if measure_again else rt.find_group_times(_profiles())
-        return found or _kept(rt.measure_group_times()), rt.config
+        if found is not None:
+            return found, rt.config
+    with _opened(model, quiet, settings, warmup=True) as rt:
+        return _kept(rt.measure_group_times()), rt.config
 
 
-def _opened(model: str, quiet: bool, settings: dict[str, Any]) -> Runtime:
-    return cast("Runtime", open_service(model, quiet=quiet, **settings))
+def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Runtime:
+    return cast("Runtime", open_service(model, quiet=quiet, warmup=warmup, **settings))
 
 
 def _kept(times: Times) -> Times:
