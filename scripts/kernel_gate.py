@@ -99,8 +99,9 @@ _MOSAIC = "mosaic,triton"
 _SPLIT_KERNELS = {None: "paged_attention_split", _MOSAIC: "paged_attention_mosaic_split"}
 # Maximum share of its weights' bytes that a step with unrolled layers moves beyond its needs.
 _MAX_SHARE_BESIDE = 0.05
-# Maximum bytes of temporaries of one call; attention's partial results are the largest.
-_MAX_TEMPORARY_BYTES = 128 << 20
+# Maximum bytes of temporaries of one call for each multiprocessor; the largest are attention's
+# partial results, of which each has its own.
+_MAX_TEMPORARY_BYTES = 1 << 20
 # Maximum bytes of registers that a thread may spill on other GPUs than an H100; a tile that is too
 # large spills kilobytes.
 _MAX_SPILLED_BYTES = 64
@@ -369,7 +370,7 @@ def _compile_configurations(
             else:
                 if choices and all(each.implementation == "xla" for each in choices):
                     refused[str(configuration)] = choices[0].reason
-                problems += _memory_problems(str(configuration), compiled, donated)
+                problems += _memory_problems(device, str(configuration), compiled, donated)
     return problems
 
 
@@ -460,7 +461,7 @@ def _modules(device: str, steps: Steps, num_layers: int, problems: list[str]) ->
     ):
         name = f"{kind}, {steps}"
         own_bytes = _num_bytes(cache) // steps.num_shards
-        problems += _memory_problems(f"{name}, {num_layers} layers", compiled, own_bytes)
+        problems += _memory_problems(device, f"{name}, {num_layers} layers", compiled, own_bytes)
         text = modules[name] = compiled.as_text()
         problems += [
             f"{name}, {num_layers} layers: no kernel {kernel}"
@@ -530,7 +531,7 @@ def _compile_tasks(device: str, problems: list[str]) -> dict[str, float]:
     with jax.set_mesh(mesh):
         task: Any = programs.calls[t.index]
         compiled = task.lower(params, pools, like(5, 64, layout.width), like()).compile()
-    problems += _memory_problems("a task of lstm", compiled, _num_bytes(pools))
+    problems += _memory_problems(device, "a task of lstm", compiled, _num_bytes(pools))
     text = compiled.as_text()
     problems += [
         f"a task of lstm: no kernel {kernel}"
@@ -540,14 +541,14 @@ def _compile_tasks(device: str, problems: list[str]) -> dict[str, float]:
     return {"lstm": launches(text)}
 
 
-def _memory_problems(name: str, compiled: Any, donated_bytes: int) -> list[str]:
+def _memory_problems(device: str, name: str, compiled: Any, donated_bytes: int) -> list[str]:
     sizes = compiled.memory_analysis()
     problems = []
     if sizes.alias_size_in_bytes < donated_bytes:
         problems.append(
             f"{name}: {sizes.alias_size_in_bytes} bytes are updated in place, of {donated_bytes}"
         )
-    if sizes.temp_size_in_bytes > _MAX_TEMPORARY_BYTES:
+    if sizes.temp_size_in_bytes > _MAX_TEMPORARY_BYTES * GPUS[device].num_cores:
         problems.append(f"{name}: {sizes.temp_size_in_bytes} bytes of temporaries")
     return problems
 

@@ -67,7 +67,7 @@ def gated_cell(
         grid=(-(-batch // tile.rows), -(-hidden // tile.columns)),
         out_shape=jax.ShapeDtypeStruct((cell.num_outputs * batch, hidden), arrays[0].dtype),
         compiler_params=triton.CompilerParams(
-            num_warps=4 if max(cell.num_gates) <= 4 else 8,
+            num_warps=4 if sum(cell.num_gates) <= 4 else 8,
             # A row of a tile has `_INNER_BYTES`, and so has a column of each gate's weight.
             num_stages=gpu.num_stages(
                 4, _INNER_BYTES * (tile.rows + max(cell.num_gates) * tile.columns)
