@@ -227,6 +227,7 @@ STEPS = (
     *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
     Steps("scanned", quantize="int4"),
     Steps("scanned", deterministic=True, dtype="float32"),
+    Steps("unrolled", deterministic=True, mixture="Qwen3 30B-A3B"),
 )
 
 
