@@ -70,8 +70,12 @@ def _why_not_cuda(plugin: str) -> str:
 
     try:
         import_module(plugin).initialize()
+    except Exception as error:  # it loads and checks NVIDIA's libraries
+        if "ALREADY_EXISTS" not in str(error):  # it has started, and JAX found no device for it
+            return _first_line(error)
+    try:
         jax.devices("cuda")
-    except Exception as error:  # of the plug-in, which loads and checks NVIDIA's libraries
+    except RuntimeError as error:
         return _first_line(error)
     return "it has no devices"
 

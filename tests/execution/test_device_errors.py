@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -30,10 +31,13 @@ def root(tmp_path: Path) -> Path:
         (None, "its CUDA plug-in is not installed. Install it"),
         ("raise RuntimeError('Unable to load cuDNN.\\nA traceback')", "Unable to load cuDNN. Ins"),
         ("pass", "its CUDA plug-in failed: Unknown backend cuda."),
+        ("raise RuntimeError('ALREADY_EXISTS: PJRT_Api')", "its CUDA plug-in failed: Unknown b"),
     ],
 )
 def test_a_gpu_that_jax_does_not_use_is_an_error(root, monkeypatch, plugin, why):
     """It says why, how to install the plug-in, and how to compute on the CPU."""
+    if plugin is None and find_spec("jax_plugins") is not None:
+        pytest.skip("a plug-in of JAX is installed")
     if plugin is not None:
         (root / "jax_plugins/xla_cuda13").mkdir(parents=True)
         (root / "jax_plugins/xla_cuda13/__init__.py").write_text(
