@@ -371,6 +371,7 @@ def _compile_configurations(
             else:
                 if choices and all(each.implementation == "xla" for each in choices):
                     refused[str(configuration)] = choices[0].reason
+                    continue  # XLA's temporaries are not a kernel's
                 problems += _memory_problems(device, str(configuration), compiled, donated)
     return problems
 
