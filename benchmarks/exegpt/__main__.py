@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, final
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common.harness import Benchmark, option, some_of
+from benchmarks.exegpt.algorithm_1 import misses_of
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, or_none, play
 from benchmarks.exegpt.estimated import figure_10, figure_11, table_5
@@ -174,7 +175,7 @@ _PLANNED_LEVEL = 0.995
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     models = tuple(some_of(options.models, "--models", MODELS))
-    points, sevenths = [], []
+    points, sevenths, cases = [], [], []
     wanted = [*scenarios(models), *figure_7(models)]
     for scenario in tqdm(dict.fromkeys(wanted), desc="exegpt", leave=False, delay=2):
         lengths = replace(scenario.lengths(), level=_PLANNED_LEVEL)
@@ -183,6 +184,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             point = scenario.named() | contest.point(bound_s, num_seeds=options.seeds)
             if scenario.figure:
                 points.append(point)
+                cases.append((contest.timelines, LatencyBounds(latency_s=bound_s)))
             if scenario.is_of_figure_7:
                 checked = {
                     name: compared(name, contest.served[name], bound_s, contest.deployment, lengths)
@@ -212,6 +214,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for model in models
             },
         },
+        "algorithm_1": asdict(misses_of(cases)),
     }
 
 

@@ -278,7 +278,7 @@ def test_rooflines_were_fitted_to_table_6():
         assert point["played"] == []
         if point["bound_s"] is not None:
             assert point["latency_s"] <= point["bound_s"]
-    assert len(result["points"]) == 12
+    assert result["algorithm_1"]["num_cases"] == len(result["points"]) == 12
     assert len(result["figure_7"]) == 20 and result["played"] is None
     assert result["search"]["most_evaluated_share"]["OPT-13B"] < 0.01
     assert len(result["figure_10"]) == 12 and len(result["table_5"]) == 30

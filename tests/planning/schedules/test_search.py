@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from benchmarks.exegpt.algorithm_1 import misses_of, monotone_search
 from benchmarks.exegpt.scenarios import DEPLOYMENTS
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.planning.schedules import (
@@ -23,6 +24,7 @@ from jaxserve.planning.schedules import (
     timelines_of,
 )
 from jaxserve.planning.schedules.layer_cost import Boxes, RooflineLayerCost
+from jaxserve.planning.schedules.rra_planner import RememberedTimeline
 from jaxserve.planning.schedules.search import maximise, search, shortest, throughput_under
 from jaxserve.workload.tasks import TASKS
 from tests.common.tiers import some
@@ -120,6 +122,42 @@ def test_boxes_cover_every_configuration_once():
 
 def _rows(boxes: Boxes) -> list[Points]:
     return [boxes.low[i : i + 1] for i in range(len(boxes))]
+
+
+@pytest.mark.release
+def test_algorithm_1_alone_misses_schedules_and_the_report_counts_them():
+    """On jagged random cases it misses some; where it finds one, it keeps the bounds."""
+    cases = [
+        ([RememberedTimeline(each) for each in timelines], bounds)
+        for timelines, bounds in _cases(60, 11)
+    ]
+    report = misses_of(cases)
+    assert 0.0 < report.missed_share < 1.0 and 1 < report.num_cases <= 60
+    assert 0.0 <= report.worst_share < 1.0
+    not_found_share = report.num_not_found / report.num_cases
+    assert not_found_share <= report.beyond_tolerance_share <= report.missed_share
+    assert misses_of(cases, tolerance=1.0).beyond_tolerance_share == 0
+    wide = misses_of(cases, tolerance=0.5)
+    assert wide.missed_share < report.missed_share and wide.num_evaluated > report.num_evaluated
+    for timelines, bounds in cases[:20]:
+        found = monotone_search(timelines, bounds).found
+        assert found is None or bounds.met(found.estimates).all()
+
+
+def test_algorithm_1_is_exact_where_everything_is_monotone():
+    """One device and costs in proportion: no rounding of layers, batches or phases."""
+    cost = MadeUpCost(token_s=0.1, row_s=0.1, read_s=1.0)
+    deployment = Deployment(
+        model=model_of(1), cluster=cluster_of(1), cost=cost, max_encode_batch=200
+    )
+    timelines = timelines_of(deployment, TaskLengths(always(3), always(2)), ("rra", "waa"))
+    for latency_s in (1.6, 2.5, 7.7, 33.3, math.inf):
+        bounds = LatencyBounds(latency_s=latency_s)
+        expected = enumerate_all(timelines, throughput_under(bounds))
+        for at_a_time in (1, 32):
+            found = monotone_search(timelines, bounds, tolerance=0.0, at_a_time=at_a_time)
+            assert found.score == pytest.approx(expected.score)
+            assert found.num_evaluated < 0.5 * expected.num_evaluated
 
 
 def test_of_equal_throughputs_the_lowest_latency_is_chosen():
