@@ -31,10 +31,18 @@ def over_tensor(
 
 
 def whole(tree: Any) -> Any:
-    """Return arrays whole on every tensor shard. Not inside `over_tensor`."""
+    """Return arrays whose last axis is whole on every tensor shard. Not inside `over_tensor`.
+
+    Their other axes stay split as they are, such as tokens over a trainer's `data` axis.
+    """
     if num_tensor_shards() == 1:
         return tree
-    return lax.with_sharding_constraint(tree, PartitionSpec())
+    others = PartitionSpec.UNCONSTRAINED
+
+    def last_whole(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, PartitionSpec(*[others] * (x.ndim - 1), None))
+
+    return jax.tree.map(last_whole, tree)
 
 
 def sum_over_tensor(x: jax.Array, num_shards: int) -> jax.Array:

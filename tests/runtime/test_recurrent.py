@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,30 @@ def test_options_on_two_shards(bamba, options):
     with Runtime.from_pretrained(bamba, mesh=make_mesh(tensor=2), **given) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == wanted
         rt.check_integrity()
+
+
+@pytest.mark.release
+def test_a_trainers_mesh_splits_sequences_and_channels(bamba):
+    """Logits of whole sequences are one device's; only channels are gathered, no sequences."""
+    tokens = jax.numpy.asarray([PROMPTS[2][:24], PROMPTS[2][24:48]], "int32")
+    mesh, alone = make_mesh(data=2, tensor=2), load_model(bamba, progress=False)
+    model = load_model(bamba, mesh=mesh, progress=False)
+
+    @jax.jit
+    def logits(params, tokens):
+        return nnx.merge(model.graphdef, params).whole_logits(tokens)
+
+    with jax.set_mesh(mesh):
+        split = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        gathers = re.findall(r"f32\[(\d+),\S+ all-gather\(", _compiled(logits, model.params, split))
+        got = logits(model.params, split)
+    assert gathers and set(gathers) <= {"24", "1"}  # tokens of a shard, of 48
+    wanted = nnx.merge(alone.graphdef, alone.params).whole_logits(tokens)
+    assert_close(np.asarray(got), np.asarray(wanted), 1e-4)
+
+
+def _compiled(function, *arguments) -> str:
+    return function.lower(*arguments).compile().as_text()
 
 
 @pytest.mark.release
