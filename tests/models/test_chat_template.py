@@ -268,11 +268,11 @@ def test_private_use_characters_are_text():
     said = ["\ue000", "\ue000\U000f0000", "</s>"]
     token_ids = joined.apply_chat_template([{"role": "user", "content": each} for each in said])
     assert token_ids == joined.encode("".join(said), parse_special=False)
-    begun_s = time.monotonic()
+    begun_s = time.process_time()
     many = "\ue000" * 150_000 + "</s>"
     token_ids = joined.apply_chat_template([{"role": "user", "content": many}])
     assert token_ids == joined.encode(many, parse_special=False)
-    assert time.monotonic() < begun_s + 6
+    assert time.process_time() < begun_s + 6
 
 
 # As mistral-common 1.8's v13_think.jinja (402b50c): thinking is a part of the content.
