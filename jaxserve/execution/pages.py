@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,10 +115,8 @@ class OwnShards:
         num_heads = sum(stop - start for start, stop in self._ranges(shape))
         return (*shape[:2], num_heads, *shape[3:])
 
-    def nbytes(self, array: jax.Array) -> int:
-        if self._has_all:
-            return array.nbytes
-        return int(np.prod(self.shape(array.shape))) * array.dtype.itemsize
+    def nbytes(self, array: jax.Array | jax.ShapeDtypeStruct) -> int:
+        return math.prod(self.shape(array.shape)) * array.dtype.itemsize
 
     def to_staging(self, array: jax.Array) -> list[jax.Array]:
         """Start copying this process's part to pinned host memory; return its pieces by KV head.

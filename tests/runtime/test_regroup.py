@@ -160,7 +160,6 @@ class _Failing:
         return jax.device_put(leaf, sharding)
 
 
-@pytest.mark.release
 def test_a_move_that_fails_leaves_the_groups_serving(wanted, monkeypatch):
     """Weights that cannot be placed during the pause: all answers are as before, and go on."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.005))
