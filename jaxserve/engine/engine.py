@@ -38,6 +38,12 @@ from jaxserve.scheduling.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
+# Share of a step that runs before the next one is planned, while requests arrive, if it is as fast
+# as the fastest of the newest ones: late enough for most requests to be in it, and early enough for
+# the device not to wait. At least this many times the host's time for a step is left.
+_LATE = 0.6
+_HOST_TIMES = 3.0
+
 
 @final
 class _SwapCosts(EngineObserver):
@@ -118,6 +124,7 @@ class Engine(EngineBase[Answer]):
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
+        self._next_plan_s = 0.0
         groups = range(policy.num_device_groups)
         lanes = groups if len(groups) == 1 else (LINK, *groups)
         # Of each device group, and of the link between them: in order, the steps not yet read.
@@ -133,11 +140,17 @@ class Engine(EngineBase[Answer]):
     def idle_until_s(self) -> float | None:
         """The time until which the device may idle although sequences wait; None if it may not.
 
-        It may while the policy waits for more sequences, or while sequences wait for the disk.
+        It may while the policy waits for more sequences, or while sequences wait for the disk. It
+        does not while a step runs, after which the next one is planned late (`plans_late`).
         """
-        if self._is_at_work or self._kv.retrieval.has_arrived:
-            return None
-        return self.scheduler.wake_s
+        if self._is_at_work:
+            return self._next_plan_s if self.plans_late else None
+        return None if self._kv.retrieval.has_arrived else self.scheduler.wake_s
+
+    @property
+    def plans_late(self) -> bool:
+        """Whether the next step is not planned yet, so that requests that arrive now are in it."""
+        return self._is_at_work and self._clock.now() < self._next_plan_s
 
     @property
     def awaits_disk(self) -> bool:
@@ -172,7 +185,8 @@ class Engine(EngineBase[Answer]):
         self._answers.cancel(id)
 
     def rest(self) -> None:
-        self.stats.end_busy_period()
+        if not self._is_at_work:
+            self.stats.end_busy_period()
 
     def make_room(self, running: Running) -> None:
         if running == "finish":
@@ -206,16 +220,18 @@ class Engine(EngineBase[Answer]):
         """Submit the next step, then collect the oldest one if it is due; return the progress.
 
         The next step is planned and submitted before the previous one is collected, so that the
-        device has work while the host applies results. Each of several device groups has its own
-        steps in flight.
+        device has work while the host applies results; while requests arrive, a loop calls this
+        when a part of the running step is over (`plans_late`). Each of several device groups has
+        its own steps in flight.
         """
         news = self._refuse_late()
+        begin_s = self._clock.now()
         try:
             plan = self._plan()
         except HostMemoryError as error:  # pages from the disk have no room; nothing is planned
             news += self._go_on_without([], error)
         else:
-            news += self._collect_if_due() if plan is None else self._submit(plan)
+            news += self._collect_if_due() if plan is None else self._submit(plan, begin_s)
         self._answers.deliver(news)
         return news
 
@@ -225,7 +241,7 @@ class Engine(EngineBase[Answer]):
         self.stats.planning_s += time.perf_counter() - begin_s
         return None if plan is None else self._constraints.masked(plan)
 
-    def _submit(self, plan: StepPlan) -> list[Progress]:
+    def _submit(self, plan: StepPlan, begin_s: float) -> list[Progress]:
         lane = self._in_flight[plan.group]
         for observer in self._observers:
             observer.on_planned(plan, self.scheduler, is_idle=_is_idle(lane))
@@ -235,7 +251,19 @@ class Engine(EngineBase[Answer]):
             return self._go_on_without([plan], error)
         for observer in self._observers:
             observer.on_submitted(plan, self.scheduler)
-        return [] if self._open_groups else self._collect()
+        if self._open_groups:
+            return []
+        host_s = self._clock.now() - begin_s
+        news = self._collect()
+        self._next_plan_s = self._clock.now() + self._wait_s(plan, host_s)
+        return news
+
+    def _wait_s(self, running: StepPlan, host_s: float) -> float:
+        """Return how long to wait for requests before the step after `running` is planned."""
+        if not self.scheduler.expects_arrivals:
+            return 0.0
+        step_s = self.recorder.least_s(running)
+        return min(_LATE * step_s, step_s - _HOST_TIMES * host_s)
 
     def _collect_if_due(self) -> list[Progress]:
         if self._is_at_work:

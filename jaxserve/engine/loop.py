@@ -60,6 +60,11 @@ class EngineBase(ABC, Generic[_Job]):
         """The time until which nothing has to be done although there is work; None for now."""
         return None
 
+    @property
+    def plans_late(self) -> bool:
+        """Whether `step` should wait for `idle_until_s`, although jobs may have begun since."""
+        return False
+
     @abstractmethod
     def begin(self, job: _Job) -> None:
         """Start a submitted job."""
@@ -308,7 +313,7 @@ class EngineLoop(Generic[_Job]):
     def _run(self) -> None:
         try:
             while self._take_in():
-                if self.is_halted:
+                if self.is_halted or self._engine.plans_late:
                     continue
                 if self._engine.has_work:
                     self._engine.step()

@@ -340,15 +340,7 @@ class Recorder(EngineObserver):
         (`warmup="background"`) do not change the median. After a slow spell, however long, the
         median is that of the spell until half of the newest 8 steps of a kind are fast again.
         """
-        before_s: dict[int, float] = {}  # of each device group
-        # (seconds of an iteration, iterations) of each step, by its kind.
-        found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
-        for step in self._records.newest_steps(_NUM_RECENT):
-            assert step.collected_s is not None
-            if step.num_iterations:
-                busy_s = step.collected_s - max(step.submitted_s, before_s.get(step.group, 0.0))
-                found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
-            before_s[step.group] = step.collected_s
+        found = self._recent()
         mixed, loops = _recovered(found["mixed"]), _recovered(found["decode loop"])
         iteration_s = _median([*mixed, *loops])
         if iteration_s is None:
@@ -359,6 +351,24 @@ class Recorder(EngineObserver):
             decode_s=iteration_s if decode_s is None else decode_s,
             prefill_s=iteration_s if prefill_s is None else prefill_s,
         )
+
+    def least_s(self, plan: StepPlan) -> float:
+        """Return a plan's least seconds, by the newest steps of its kind; 0 without any."""
+        kind = "decode loop" if plan.is_decode_loop else "mixed"
+        times_s = [iteration_s for iteration_s, _ in self._recent()[kind][-_NUM_NEWEST:]]
+        return plan.num_iterations * min(times_s, default=0.0)
+
+    def _recent(self) -> dict[str, list[tuple[float, int]]]:
+        """Return (seconds of an iteration, iterations) of each of the newest steps, by its kind."""
+        before_s: dict[int, float] = {}  # of each device group
+        found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
+        for step in self._records.newest_steps(_NUM_RECENT):
+            assert step.collected_s is not None
+            if step.num_iterations:
+                busy_s = step.collected_s - max(step.submitted_s, before_s.get(step.group, 0.0))
+                found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
+            before_s[step.group] = step.collected_s
+        return found
 
     def on_planned(self, plan: StepPlan, scheduler: Scheduler, *, is_idle: bool) -> None:
         usage = scheduler.page_usage()

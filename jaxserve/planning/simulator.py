@@ -107,7 +107,8 @@ def simulate(
         total=len(items), desc=label, unit="req", leave=False, delay=2, disable=not progress
     ) as bar:
         while clock.now() < until_s and (clients.next_arrival_s < math.inf or engine.has_work):
-            if not clients.hand_in(engine, clock.now()) and _wait(engine, clients, clock):
+            is_news = clients.hand_in(engine, clock.now()) and not engine.plans_late
+            if not is_news and _wait(engine, clients, clock):
                 continue
             ended: list[Ended] = []
             if any(news.sequence.finish_reason for news in engine.step()):
@@ -154,7 +155,7 @@ def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
     wake_s = engine.idle_until_s if engine.has_work else math.inf
     if wake_s is None or wake_s <= clock.now():
         return False
-    engine.stats.end_busy_period()
+    engine.rest()
     clock.advance_to(min(wake_s, clients.next_arrival_s))
     return True
 

@@ -383,6 +383,8 @@ def _waits_for_primary(sequence: Sequence, page_size: int) -> bool:
 
 # Number of newest arrivals that count.
 _NUM_RECENT = 16
+# Mean times between arrivals after which none is expected any more.
+_QUIET = 4.0
 # Requests that arrive within this time of each other arrive together.
 _TOGETHER_S = 0.01
 
@@ -413,6 +415,13 @@ class Arrivals:
         if len(self._times_s) < 2:
             return 0.0
         return (len(self._times_s) - 1) / max(now_s - self._times_s[0], 1e-9)
+
+    def are_expected(self, now_s: float) -> bool:
+        """Whether the last arrival is no longer ago than some mean times between arrivals."""
+        if len(self._times_s) < 2:
+            return False
+        first_s, last_s = self._times_s[0], self._times_s[-1]
+        return now_s - last_s < _QUIET * (last_s - first_s) / (len(self._times_s) - 1)
 
 
 @final

@@ -221,6 +221,11 @@ class Scheduler:
         return bool(self._sequences)
 
     @property
+    def expects_arrivals(self) -> bool:
+        """Whether requests arrive while others run."""
+        return self._queues.arrivals.are_expected(self._clock.now())
+
+    @property
     def running(self) -> Seq[Sequence]:
         """Sequences with a slot, in the policy's order."""
         return self._queues.running

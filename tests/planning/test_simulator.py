@@ -186,3 +186,15 @@ def test_swap_costs_given_are_the_scheduler_s():
         for page_s in (1.0, 3.0)
     ]
     assert num_out[0] > 0 and num_out[1] == 0
+
+
+def test_steps_are_planned_late_while_requests_arrive():
+    """What arrives in the first part of a step of one second is in the step after it."""
+    arrivals_s = [0.0, 1.3, 3.3, 6.3, 8.7]
+    config = EngineConfig(
+        num_pages=80, max_slots=8, max_context=64, max_step_tokens=64, max_decode_iterations=1
+    )
+    done = _run([_item(20, arrival_s=arrival_s) for arrival_s in arrivals_s], "auto", config)
+    # The first two are no stream of requests yet.
+    assert [first_s for first_s, _ in _times(done)] == [1.0, 4.0, 6.0, 8.0, 11.0]
+    assert done.stats.host_gap_s == 0.0

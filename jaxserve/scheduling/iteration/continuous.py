@@ -15,7 +15,9 @@ _START_COST = 0.02
 # The same in seconds, if no sequence waits: less than the 2 ms measured on a host whose two cores
 # are the device, too, and more than on a device that works while the host plans.
 _START_S = 0.001
-# A request that arrives waits for half of a loop, and for one that was submitted after it.
+# A request that arrives waits for half of a loop, and for one that was submitted after it. Engines
+# submit that late, so that most wait for half of a loop only; counted as 0.9, loops were longer and
+# first tokens a fifth later (simulated, GPT-J and LLAMA 33B).
 _LOOPS_BEFORE = 1.5
 
 
