@@ -117,13 +117,18 @@ class Recalibration:
     under which the lengths of the newest answers were likeliest when they ended. If it is
     infinite, predictions are left as they are; so good ones lose nothing. If it is 0, they only
     group the answers, and every bucket has a few more ends at the average rate of all.
+
+    Attributes:
+      is_informative: whether these lengths were likelier with predictions, under that trust, than
+        as lengths of one group, whatever was predicted; True before any answer.
     """
 
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
         # Likeliest bucket of the prediction, length, and whether the answer ended there.
         self._answers: deque[tuple[int, int, bool]] = deque(maxlen=_NUM_ANSWERS)
-        self._scores = np.zeros(len(_TRUSTS))
+        # Log likelihoods of the answers under each trust, and without predictions.
+        self._scores = np.zeros(len(_TRUSTS) + 1)
         shape = buckets.num, buckets.num
         # By likeliest bucket: answers that ended in each bucket, and those that reached it.
         self._ends, self._reached = np.zeros(shape), np.zeros(shape)
@@ -137,14 +142,19 @@ class Recalibration:
     @property
     def trust(self) -> float:
         """Answers that a prediction counts as; infinite if it is left as it is."""
-        return _TRUSTS[len(_TRUSTS) - 1 - int(np.argmax(self._scores[::-1]))]
+        return _TRUSTS[len(_TRUSTS) - 1 - int(np.argmax(self._scores[-2::-1]))]
+
+    @property
+    def is_informative(self) -> bool:
+        *scores, without = self._scores
+        return not without or bool(max(scores) > without)
 
     def note(self, predicted: np.ndarray, length: int, *, is_whole: bool) -> None:
         """Count an answer and the [buckets] that were predicted; a cut one is not `is_whole`."""
         if is_whole:
             bucket = int(self._buckets.bucket_of(length))
-            rows = [self._with_trust(predicted[None], trust)[0, bucket] for trust in _TRUSTS]
-            self._scores = _MEMORY * self._scores + np.log(np.maximum(rows, _LEAST))
+            shares = self._under_each(predicted[None])[:, 0, bucket]
+            self._scores = _MEMORY * self._scores + np.log(np.maximum(shares, _LEAST))
         self._answers.append((int(np.argmax(predicted)), length, is_whole))
         self._num_new += 1
 
@@ -174,11 +184,31 @@ class Recalibration:
         if trust:
             prior, left = trust * predicted, trust * predicted[:, ::-1].cumsum(1)[:, ::-1]
         else:
-            rate = self._ends.sum() / max(self._reached.sum(), 1e-12)
-            left = _PRIOR * (1.0 - rate) ** np.arange(self._buckets.num)
-            prior = rate * left
-        ends, reached = self._ends[kinds] + prior, self._reached[kinds] + left
-        stops = np.where(reached > 0, ends / np.maximum(reached, 1e-12), 1.0)
-        stops[:, -1] = 1.0
-        alive = np.cumprod(1.0 - np.minimum(stops, 1.0), axis=1)
-        return stops * np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], axis=1)
+            prior, left = self._few_ends()
+        return _shares(self._ends[kinds] + prior, self._reached[kinds] + left)
+
+    def _under_each(self, predicted: np.ndarray) -> np.ndarray:
+        """Return shares under each trust, and without predictions [trusts + 1, rows, buckets]."""
+        without = np.broadcast_to(self._without_predictions(), predicted.shape)
+        return np.stack([*(self._with_trust(predicted, trust) for trust in _TRUSTS), without])
+
+    def _without_predictions(self) -> np.ndarray:
+        """Return the shares of all answers that end in each bucket [buckets]; equal before any."""
+        if not self._ends.any():
+            return np.full(self._buckets.num, 1.0 / self._buckets.num)
+        ends, reached = self._few_ends()
+        return _shares((self._ends.sum(0) + ends)[None], (self._reached.sum(0) + reached)[None])[0]
+
+    def _few_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ends at the average rate, and reached buckets, of a few answers [buckets]."""
+        rate = self._ends.sum() / max(self._reached.sum(), 1e-12)
+        reached = _PRIOR * (1.0 - rate) ** np.arange(self._buckets.num)
+        return rate * reached, reached
+
+
+def _shares(ends: np.ndarray, reached: np.ndarray) -> np.ndarray:
+    """Return the shares that end in each bucket, of those that reach each [rows, buckets]."""
+    stops = np.where(reached > 0, ends / np.maximum(reached, 1e-12), 1.0)
+    stops[:, -1] = 1.0
+    alive = np.cumprod(1.0 - np.minimum(stops, 1.0), axis=1)
+    return stops * np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], axis=1)

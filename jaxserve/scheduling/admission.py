@@ -172,7 +172,7 @@ class Expected:
     two, and what happens after c iterations has no weight: if preemptions cost nothing, the pool is
     filled whatever the predictions say; if they cost much, a margin stays free until the peak.
 
-    Without any estimate this is `OnDemand`.
+    Without any estimate, or if estimates are not informative, this is `OnDemand`.
 
     Attributes:
       margin: standard deviations of the memory in use that stay free at every time; None for those
@@ -236,7 +236,8 @@ class ExpectedPeak:
     def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
         if not self._sequences:
             return 0
-        if not self._has_estimates and self._lengths.estimate(sequence) is None:
+        is_known = self._has_estimates or self._lengths.estimate(sequence) is not None
+        if not (is_known and self._lengths.are_informative):
             return self._watermark.pages(sequence)
         own = self._uses.get(sequence.key)
         if own is None:

@@ -227,6 +227,10 @@ class LengthTable:
             self._recalibration.note(predicted, length, is_whole=is_whole)
 
     @property
+    def is_informative(self) -> bool:
+        return self._recalibration.is_informative
+
+    @property
     def is_correction_due(self) -> bool:
         return self._recalibration.is_due
 
@@ -389,6 +393,14 @@ class LengthTracker:
 
     # ---- the policies' side ----
 
+    @property
+    def are_informative(self) -> bool:
+        """Whether estimates say more than the lengths of the newest answers (`Recalibration`).
+
+        Those of a probe are not held against answers.
+        """
+        return self._table is None or self._refinement is not None or self._table.is_informative
+
     def estimate(self, sequence: Sequence) -> LengthEstimate | None:
         return self._newest.get(sequence.key)
 
@@ -433,10 +445,11 @@ class LengthTracker:
         `width` sequences at a time share all expected tokens of the `live` ones, so these have
         ended after as many iterations as each of the `width` has tokens. A sequence with an
         estimate that needs at least `1 - slack` of these iterations is in the tail. If a request is
-        expected to arrive before all have ended, or one has a latency bound, there is no tail.
+        expected to arrive before all have ended, one has a latency bound, or estimates are not
+        informative, there is no tail.
         """
         before, self.tail = self.tail, {}
-        if not width or not arrivals_an_iteration < 1.0:
+        if not (width and arrivals_an_iteration < 1.0 and self.are_informative):
             return bool(before)
         forecast = self.forecast(live)
         if forecast is None or any(each.request.has_bounds for each in live):

@@ -28,9 +28,10 @@ class LastInOrder:
 class LongestRemaining:
     """Preempt by expected remaining tokens, given those that have come.
 
-    An answer that is almost complete stays: it frees its memory soon. Without any estimate the last
-    in order is preempted. Sequences with a latency bound of their own are preempted last, and so
-    are those that would end after all others (`LengthTracker.find_tail`).
+    An answer that is almost complete stays: it frees its memory soon. Without any estimate, or if
+    estimates are not informative, the last in order is preempted. Sequences with a latency bound of
+    their own are preempted last, and so are those that would end after all others
+    (`LengthTracker.find_tail`).
     """
 
     keeps_state: bool = True
@@ -46,7 +47,7 @@ class LongestRemaining:
 def _longest_first(sequences: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
     """Return the sequences by expectation; of equal ones, the last in order first."""
     last_first = sequences[::-1]
-    forecast = lengths.forecast(last_first)
+    forecast = lengths.forecast(last_first) if lengths.are_informative else None
     if forecast is None:
         return last_first
     places = np.argsort(-forecast.expected_remaining(), kind="stable")

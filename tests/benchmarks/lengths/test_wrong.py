@@ -40,4 +40,4 @@ def test_wrong_predictions_cost_little(kind):
         Run("auto", COST, items, said, 1024, CONTEXT).at_once()["output_tokens_per_s"]
         for said in (predicted, [None] * len(items))
     )
-    assert rate > 0.94 * unpredicted
+    assert rate > 0.965 * unpredicted
