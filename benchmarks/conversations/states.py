@@ -1,8 +1,8 @@
 """Which states of recurrent layers to keep, simulated: `python -m benchmarks.conversations.states`.
 
 Conversations, agents, and questions about documents, on the shape of a hybrid model: our retention
-of states beside Marconi's, a grid, and none, each with the same pool. The real scheduler makes
-every decision; the step times are those of a roofline.
+of states beside Marconi's, a grid, and none, each with the same pool, and with `--host-states` on
+the host. The real scheduler makes every decision; the step times are those of a roofline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxserve.planning.schedules import CLUSTERS
 from jaxserve.planning.step_roofline import ModelShape, RooflineCost
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention import DeviceOnly
+from jaxserve.scheduling.retention import DeviceOnly, Tiered
 from jaxserve.workload.conversations import Talk, Talks, UserTurn
 
 _PAGE_TOKENS, _MAX_CONTEXT, _MAX_SLOTS = 32, 32_768, 16
@@ -49,7 +49,6 @@ class HybridCost:
     """
 
     steps: RooflineCost
-    state_bytes: float
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
@@ -57,13 +56,13 @@ class HybridCost:
     def device_s(self, work: StepWork) -> float:
         plan = work.plan
         num_copies = len(plan.saves) + len(plan.restores) + len(plan.rows) * len(work.decoded)
-        moved = 2 * self.state_bytes * num_copies
+        moved = 2 * self.steps.state_bytes * num_copies
         return self.steps.device_s(work) + moved / self.steps.roofs.memory_bytes_per_s
 
     @property
     def state_tokens(self) -> float:
         """The tokens whose keys and values take as many bytes as a state."""
-        return self.state_bytes / self.steps.model.kv_bytes_per_token
+        return self.steps.state_bytes / self.steps.model.kv_bytes_per_token
 
 
 def _cost(state_bytes: float, **shape: Any) -> HybridCost:
@@ -73,8 +72,9 @@ def _cost(state_bytes: float, **shape: Any) -> HybridCost:
         roofs=cluster.roofs,
         page_tokens=_PAGE_TOKENS,
         efficiency=cluster.compute_efficiency,
+        state_bytes=state_bytes,
     )
-    return HybridCost(steps=steps, state_bytes=state_bytes)
+    return HybridCost(steps=steps)
 
 
 SHAPES = {
@@ -228,17 +228,21 @@ def _play(
     seed: int,
 ) -> Figures:
     talks = Talks(WORKLOADS[workload](np.random.default_rng(seed), options.num_requests))
+    has_host = states is not None and options.host_states > 0
+    num_pages = _POOL_TOKENS // _PAGE_TOKENS
     config = replace(
         cost.steps.config(
-            num_pages=_POOL_TOKENS // _PAGE_TOKENS,
-            num_host_pages=0,
+            num_pages=num_pages,
+            num_host_pages=num_pages if has_host else 0,
             max_slots=_MAX_SLOTS,
             max_context=_MAX_CONTEXT,
         ),
         has_slot_state=True,
         num_snapshots=0 if states is None else num_states,
+        num_host_snapshots=options.host_states if has_host else 0,
     )
-    retention = DeviceOnly() if states is None else DeviceOnly(states=states)
+    kind = Tiered if has_host else DeviceOnly
+    retention = kind() if states is None else kind(states=states)
     done = simulate(
         talks.items,
         replace(PRESETS["pensieve_device_only"], retention=retention),
@@ -256,6 +260,8 @@ def _play(
         "first_token_s": {f"p{level}": float(np.percentile(firsts_s, level)) for level in (50, 99)},
         "num_snapshots_saved": done.stats.num_snapshots_saved,
         "num_snapshots_restored": done.stats.num_snapshots_restored,
+        "num_snapshots_out": done.stats.num_snapshots_out,
+        "num_snapshots_in": done.stats.num_snapshots_in,
     }
 
 
@@ -280,6 +286,7 @@ OPTIONS = (
     option("--shapes", ",".join(SHAPES), "shapes of models, separated by commas"),
     option("--workloads", ",".join(WORKLOADS), "separated by commas"),
     option("--states", "8,32,128", "states that a pool holds, separated by commas"),
+    option("--host-states", 0, "states that the host holds beside these, with as many pages"),
     option("--grid", 512, "tokens between two states of the grid"),
     option("--weights", "0.1,0.5,2", "Marconi's weights; the one that finds the most is shown"),
     option("--num-requests", 240, "of each run; turns count each"),

@@ -85,6 +85,7 @@ class EngineConfig:
     # not continue a sequence then: without snapshots of states none are kept or shared.
     has_slot_state: bool = False
     num_snapshots: int = 0  # maximum number of states that are kept beside those in slots
+    num_host_snapshots: int = 0  # maximum number of those that are kept on the host
     # The window of each layer with keys and values, if layers with equal windows share page tables
     # (`PageLayout`); empty if one table serves all layers.
     layer_windows: tuple[int | None, ...] = ()
@@ -115,11 +116,15 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"num_host_pages={self.num_host_pages} is not allowed; pass at least 0"
             )
-        if self.has_slot_state and (self.num_host_pages or self.restore != "on_admission"):
+        if self.has_slot_state and self.num_incoming_pages:
             raise InvalidConfigError(
-                f"num_host_pages={self.num_host_pages} and restore={self.restore!r} are not "
-                "allowed for a model with states in slots, which pages of the host do not have; "
-                "pass 0 and 'on_admission'"
+                f"restore={self.restore!r} is not allowed for a model with states in slots, whose "
+                "pages do not come layer by layer; pass 'on_admission' or 'prefetch'"
+            )
+        if self.num_host_snapshots and not self.num_snapshots:
+            raise InvalidConfigError(
+                f"num_host_snapshots={self.num_host_snapshots} is not allowed without "
+                "num_snapshots, from which states go to the host; pass 0"
             )
         if self.num_snapshots and not self.has_slot_state:
             raise InvalidConfigError(

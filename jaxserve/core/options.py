@@ -195,14 +195,18 @@ class RuntimeOptions:
       host_memory: host memory for pages that leave the device, including those of preempted
         sequences, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
-        that serve a model together.
+        that serve a model together. With recurrent layers, states have half of it and pages half,
+        by default of as much as the page pool and `state_memory`, if the policy keeps pages on the
+        host; a size whose half does not hold one state is refused.
       state_memory: memory for states of recurrent layers that are kept after answers, in bytes or
         as "4GiB"; 0 to keep none. By default two for each of `max_slots`, up to a sixteenth of the
         free memory. Only for models with recurrent layers, and used by policies that keep pages.
+        States that leave it go to `host_memory`.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
         before the sequence's first step. "prefetch": a few with every step while the sequence
         waits. "per_layer": within the first step, each layer's while the layer before it is
-        computed. "both": the last two. By default the platform's choice.
+        computed. "both": the last two. By default the platform's choice. The last two are not for
+        models with recurrent layers.
       disk_memory: size of the files for pages that leave the host, in bytes or as "4GiB"; the
         files outlive the runtime. None by default. Needs a policy that keeps pages on the host.
       disk_folder: folder of these files, used by one runtime at a time; by default one below the

@@ -312,7 +312,7 @@ class Engine(EngineBase[Answer]):
             fail_and_restart(self.scheduler, of_lost, lost[0].rows if lost else (), error)
         self.forget_kept_pages(keeps_disk=True)
         if isinstance(error, HostMemoryError):
-            self._kv.host.close()
+            self._kv.close_host()
         return news + of_lost
 
     def _refuse_late(self) -> list[Progress]:

@@ -74,6 +74,7 @@ class EngineCounters:
       num_prefix_hit_on_host, num_prefix_hit_on_disk: hits on the host and on the disk.
       num_snapshots_saved, num_snapshots_restored: states of recurrent layers that were kept when
         their sequences left their slots, and sequences that began with one.
+      num_snapshots_out, num_snapshots_in: such states copied to the host and back.
       num_evicted_tokens: queried tokens that the prefix cache had evicted recently.
       num_refined: number of times that a probe's reading changed a sequence's length estimate.
       num_taken_back: planned output tokens that steps did not deliver before their answers' end.
@@ -116,6 +117,8 @@ class EngineCounters:
     num_prefix_hit_on_disk: int = 0
     num_snapshots_saved: int = 0
     num_snapshots_restored: int = 0
+    num_snapshots_out: int = 0
+    num_snapshots_in: int = 0
     num_evicted_tokens: int = 0
     num_refined: int = 0
     num_taken_back: int = 0

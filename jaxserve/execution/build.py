@@ -32,6 +32,7 @@ from jaxserve.execution.memory_plan import (
     free_device_bytes,
     leaves_room,
     plan_host_pages,
+    plan_host_states,
     plan_pool,
     plan_resize,
     plan_snapshots,
@@ -77,7 +78,9 @@ class ExecutorSpec:
     layer_windows: tuple[int | None, ...] = ()  # see `EngineConfig`
     num_snapshots: int = 0
 
-    def config(self, *, num_pages: int, num_host_pages: int = 0) -> EngineConfig:
+    def config(
+        self, *, num_pages: int, num_host_pages: int = 0, num_host_snapshots: int = 0
+    ) -> EngineConfig:
         """Return the sizes of executables and of a page pool."""
         return engine_config(
             self.model_config,
@@ -85,6 +88,7 @@ class ExecutorSpec:
             num_pages=num_pages,
             num_host_pages=num_host_pages,
             num_snapshots=self.num_snapshots,
+            num_host_snapshots=num_host_snapshots,
             layer_windows=self.layer_windows,
         )
 
@@ -142,7 +146,8 @@ class PlacedModel:
         spec = self.spec
         return Programs.shared(
             spec.graphdef if self.part is None else self.part.graphdef,
-            replace(config, num_snapshots=0),  # on which no executable of a step depends
+            # No executable of a step depends on these.
+            replace(config, num_snapshots=0, num_host_snapshots=0),
             self.model_config,
             self.place,
             spec.probe,
@@ -381,11 +386,13 @@ def _build(
     size = min(sizes, key=lambda each: each.num_pages)
     num_pages = _agreed_number(min(size.num_pages, optimistic), group)
     size = replace(size, num_pages=num_pages)
-    num_host_pages = 0
-    if not model_config.num_recurrent_layers:
-        page_bytes = [each.page_bytes * _shards_on_this_host(each.place, group) for each in models]
-        num_host_pages = plan_host_pages(sum(page_bytes), num_pages - 1, options.host_memory)
-    config = spec.config(num_pages=num_pages, num_host_pages=_agreed_number(num_host_pages, group))
+    config = spec.config(
+        num_pages=num_pages,
+        **{
+            name: _agreed_number(number, group)
+            for name, number in _host_sizes(spec, models, num_pages, group).items()
+        },
+    )
     if num_pages != optimistic:
         programs = [model.programs(config) for model in models]
     with timed("cache"):
@@ -407,6 +414,7 @@ def _build(
                 config.num_host_pages,
                 samples=model is models[-1],
                 snapshots=model.new_snapshots(program.shelf),
+                num_host_snapshots=config.num_host_snapshots,
             )
             for model, program, part_params, cache in zip(
                 models, programs, own, caches, strict=True
@@ -419,10 +427,10 @@ def _build(
     executor = DeviceExecutor(config, programs[0], own[0], caches[0], snapshots=snapshots, **given)
     if group is None:
         return executor, size
-    from jaxserve.execution.processes import allocate_host_pages, in_group
+    from jaxserve.execution.processes import allocate_host, in_group
 
     if config.num_host_pages:
-        allocate_host_pages(executor.pages, group)
+        allocate_host(executor.stages[0], group)
     return in_group(executor, group, processes, strict=options.strict), size
 
 
@@ -437,6 +445,29 @@ def _num_snapshots(model: PlacedModel) -> int:
         model.spec.config(num_pages=MIN_PAGES).max_slots,
         options.state_memory,
     )
+
+
+def _host_sizes(
+    spec: ExecutorSpec, models: Sequence[PlacedModel], num_pages: int, group: ProcessGroup | None
+) -> dict[str, int]:
+    """Return the numbers of pages and of states on the host, as `ExecutorSpec.config` takes them.
+
+    States are on the host, with pages, only if the policy keeps both there.
+    """
+    wanted = spec.options.host_memory
+    shards = [_shards_on_this_host(each.place, group) for each in models]
+    page_bytes = sum(each.page_bytes * num for each, num in zip(models, shards, strict=True))
+    if not spec.model_config.num_recurrent_layers:
+        return {"num_host_pages": plan_host_pages(page_bytes, num_pages - 1, wanted)}
+    uses_host = get_policy(spec.options.policy).retention.uses_host
+    pages, states = plan_host_states(
+        page_bytes=page_bytes,
+        state_bytes=sum(x.snapshot_bytes * num for x, num in zip(models, shards, strict=True)),
+        num_device_pages=num_pages - 1,
+        num_snapshots=spec.num_snapshots if uses_host else 0,
+        wanted=wanted,
+    )
+    return {"num_host_pages": pages, "num_host_snapshots": states}
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:

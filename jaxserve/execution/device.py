@@ -57,7 +57,13 @@ class DeviceExecutor(StepExecutor):
         takes_masks: bool = False,
     ):
         self._stage = DeviceStage(
-            programs, params, cache, config.num_host_pages, samples=True, snapshots=snapshots
+            programs,
+            params,
+            cache,
+            config.num_host_pages,
+            samples=True,
+            snapshots=snapshots,
+            num_host_snapshots=config.num_host_snapshots,
         )
         super().__init__(
             config, (self._stage,), abstract(params), strict=strict, takes_masks=takes_masks

@@ -13,8 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.execution.pages import DevicePages, chunks
-from jaxserve.memory.snapshots import StateCopy
+from jaxserve.execution.pages import (
+    DevicePages,
+    HostEntries,
+    OwnShards,
+    abstract_pages,
+    chunks,
+    transit_bytes,
+)
+from jaxserve.memory.snapshots import HostStateCopy, StateCopy
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
@@ -25,6 +32,7 @@ from jaxserve.steps.slots import (
     PAGE_UPDATES_A_CALL,
     SlotState,
     copy_entry,
+    entry_of,
     move_states,
     pack_moves,
 )
@@ -169,10 +177,11 @@ def _proposed(row: Row) -> Extension:
 
 @final
 class DeviceStates:
-    """Copies the states of recurrent layers between slots and snapshots.
+    """Copies the states of recurrent layers between slots, snapshots and the host.
 
     Without such layers it does nothing. It owns the snapshots: a cache whose slots and pages are
-    their entries; None without any.
+    their entries; None without any. On the host there are `num_host_snapshots` more. At most
+    `transit_bytes` of states are in transit in one direction, but at least one.
     """
 
     def __init__(
@@ -181,9 +190,23 @@ class DeviceStates:
         places: KVCache,  # the shardings of the cache
         shelf: Shelf,
         snapshots: KVCache | None = None,
+        num_host_snapshots: int = 0,
     ):
         self._config = config
         self.snapshots = snapshots
+        leaves = jax.tree.leaves(snapshots)
+        self._own = [OwnShards(leaf.sharding) for leaf in leaves]
+        sizes = [own.nbytes(leaf) for own, leaf in zip(self._own, leaves, strict=True)]
+        self._most = transit_bytes(sum(sizes))
+        self._host = HostEntries(
+            leaves,
+            self._own,
+            num_host_snapshots,
+            entries_a_call=1,
+            max_leaving_bytes=self._most,
+        )
+        self._has_host = num_host_snapshots > 0
+        self._take = shelf.function("state_of_entry", entry_of, out_shardings=places)
         copy = partial(shelf.function, donate_argnums=0, out_shardings=places)
         self._save = copy("save_state", copy_entry)
         self._restore = copy("restore_state", copy_entry)
@@ -194,30 +217,73 @@ class DeviceStates:
             out_shardings=places.states,
         )
 
-    def save(self, pages: DevicePages, copies: Iterable[StateCopy]) -> None:
-        """Copy states, each with a page, to snapshots."""
-        for slot, page, entry in copies:
-            self.snapshots = self._save(
-                self.snapshots, pages.cache, _entries(entry, entry), _entries(slot, page)
-            )
+    def allocate_host(self) -> None:
+        """Allocate the memory of the snapshots on the host now, once."""
+        if self._has_host:
+            self._host.allocate()
+
+    def save(self, pages: DevicePages, copies: Iterable[StateCopy | HostStateCopy]) -> None:
+        """Copy states, each with a page, to snapshots, and these to the host or from it."""
+        num_coming = 0
+        for copy in copies:
+            if isinstance(copy, StateCopy):
+                source, place = pages.cache, _entries(copy.slot, copy.page)
+            elif copy.goes_out:
+                self._host.wait_for_room()
+                leaving = self._take(self.snapshots, np.asarray(copy.entry, np.int32))
+                self._host.send(jax.tree.leaves(leaving), (copy.host_entry,))
+                continue
+            else:
+                num_coming = self._await_some(self.snapshots, num_coming)
+                source, place = self._from_host(copy.host_entry), _entries(0, 0)
+            entries = _entries(copy.entry, copy.entry)
+            self.snapshots = self._save(self.snapshots, source, entries, place)
 
     def restore(self, pages: DevicePages, copies: Iterable[StateCopy]) -> None:
         """Copy snapshots to slots and pages."""
-        for slot, page, entry in copies:
-            cache = self._restore(
-                pages.cache, self.snapshots, _entries(slot, page), _entries(entry, entry)
-            )
-            pages.replace(cache)
+        num_coming = 0
+        for slot, page, entry, is_on_host in copies:
+            source, place = self.snapshots, _entries(entry, entry)
+            if is_on_host:
+                num_coming = self._await_some(pages.cache, num_coming)
+                source, place = self._from_host(entry), _entries(0, 0)
+            pages.replace(self._restore(pages.cache, source, _entries(slot, page), place))
+
+    def _from_host(self, host_entry: int) -> Any:
+        """Return a cache with one entry, an argument of jitted functions."""
+        found = self._host.read((host_entry,), 1)
+        leaves, structure = jax.tree.flatten(self.snapshots)
+        coming = [
+            own.to_devices([value], like=[leaf])[0]
+            for own, value, leaf in zip(self._own, found, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, coming)
+
+    def _await_some(self, target: KVCache | None, num_coming: int) -> int:
+        """Wait for states that come to `target` if too many do; return their number with one more.
+
+        They take device memory twice.
+        """
+        leaves = jax.tree.leaves(self.snapshots)
+        if num_coming * sum(leaf.nbytes // leaf.shape[1] for leaf in leaves) < self._most:
+            return num_coming + 1
+        jax.block_until_ready(target)
+        return 1
 
     def renew(self) -> None:
         """Replace the snapshots by zeros, after a step that may have donated them."""
         like = abstract(self.snapshots)
-        self.delete()
+        self._host.drop_leaving()
+        self._drop()
         self.snapshots = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
 
     def delete(self) -> None:
+        self._host.delete()
+        self._drop()
+
+    def _drop(self) -> None:
         for leaf in jax.tree.leaves(self.snapshots):
             leaf.delete()
         self.snapshots = None
@@ -243,6 +309,19 @@ class DeviceStates:
             prepare["states from snapshots"] = partial(
                 self._restore.prepare, cache, snapshots, *places
             )
+            if self._has_host:
+                shapes = jax.tree.leaves(abstract_pages(snapshots, 1))
+                parts = [own.abstract(x) for own, x in zip(self._own, shapes, strict=True)]
+                one = jax.tree.unflatten(jax.tree.structure(snapshots), parts)
+                prepare |= {
+                    "states to the host": partial(
+                        self._take.prepare, snapshots, np.asarray(0, np.int32)
+                    ),
+                    "states from the host": partial(self._save.prepare, snapshots, one, *places),
+                    "states from the host to slots": partial(
+                        self._restore.prepare, cache, one, *places
+                    ),
+                }
         return list(prepare.items())
 
 

@@ -176,12 +176,56 @@ def plan_host_pages(page_bytes: int, num_device_pages: int, wanted: int | str | 
     if wanted is None:
         return min(num_device_pages, int(free * _HOST_SHARE) // page_bytes)
     wanted_bytes = parse_bytes(wanted) if wanted else 0
+    _raise_unless_free(wanted_bytes, free)
+    return wanted_bytes // page_bytes
+
+
+def plan_host_states(
+    *,
+    page_bytes: int,
+    state_bytes: int,
+    num_device_pages: int,
+    num_snapshots: int,
+    wanted: int | str | None,
+) -> tuple[int, int]:
+    """Return the numbers of host pages and of host states of a model with recurrent layers.
+
+    Each of the two has half of the memory, so that at least half as many conversations fit as with
+    the best shares, however long they are; a model whose pages have no bytes (`page_bytes` is 0)
+    has as many pages as on the device, and states in all of the memory. By default they take as
+    much as the pages and the snapshots on the device, up to a fraction of the free memory. A state
+    of `state_bytes` has its page with it. Without snapshots on the device there is neither.
+
+    Raises:
+      DeviceMemoryError: the `wanted` bytes are not free.
+      InvalidConfigError: they do not hold one state.
+    """
+    if not num_snapshots or wanted == 0:
+        return 0, 0
+    free = available_host_bytes()
+    num_bytes = num_device_pages * page_bytes + num_snapshots * state_bytes
+    num_bytes = min(num_bytes, int(free * _HOST_SHARE))
+    if wanted is not None:
+        num_bytes = parse_bytes(wanted)
+        _raise_unless_free(num_bytes, free)
+    num_states = (num_bytes // 2 if page_bytes else num_bytes) // state_bytes
+    if not num_states and wanted is not None:
+        least = 2 * state_bytes if page_bytes else state_bytes
+        raise InvalidConfigError(
+            f"host_memory={num_bytes:,} bytes hold no state of this model, which takes "
+            f"{state_bytes:,} with a page; give at least {least:,}, or 0 to keep none on the host"
+        )
+    if not page_bytes:
+        return (num_device_pages if num_states else 0), num_states
+    return (num_bytes - num_bytes // 2) // page_bytes if num_states else 0, num_states
+
+
+def _raise_unless_free(wanted_bytes: int, free: int) -> None:
     if wanted_bytes > free:
         raise DeviceMemoryError(
             f"host_memory={wanted_bytes:,} bytes do not fit on the host, where {free:,} are free; "
             "give less"
         )
-    return wanted_bytes // page_bytes
 
 
 def plan_snapshots(

@@ -175,24 +175,151 @@ class OwnShards:
 
 
 @final
+class HostEntries:
+    """Copies on the host of entries of device buffers [layers, entries, ...]: pages, or states.
+
+    The memory is allocated when the first entry arrives; the first method that allocates raises
+    HostMemoryError if the host does not have it. An additional entry, with the id `num_entries`, is
+    the target of copies whose contents are unused. Entries that leave the device are in a separate
+    buffer, because theirs is donated to the next step, which may write to them. The device copies
+    that to pinned host memory beside its steps. A thread stores them, one call after another; a
+    caller that needs an entry waits for that entry alone.
+
+    Args:
+      leaves: the buffers, or their shapes.
+      shards: this process's part of each.
+      entries_a_call: entries that one call copies.
+      max_leaving_bytes: maximum size of the entries in transit to the host, but at least one
+        call's.
+      read: waits for entries in pinned host memory, and returns them.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        shards: Sequence[OwnShards],
+        num_entries: int,
+        *,
+        entries_a_call: int,
+        max_leaving_bytes: int,
+        read: Callable[[Sequence[jax.Array]], np.ndarray] = to_host,
+    ):
+        pairs = list(zip(shards, leaves, strict=True))
+        entry_bytes = sum(own.nbytes(leaf) // leaf.shape[1] for own, leaf in pairs)
+        self._shapes = [(own.shape(leaf.shape), leaf.dtype) for own, leaf in pairs]
+        self._shards = shards
+        self._num_entries = num_entries + 1
+        self._max_calls = max(1, max_leaving_bytes // max(1, entries_a_call * entry_bytes))
+        self._read_pieces = read
+        self._buffers: list[np.ndarray] = []
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
+        # The newest copy to each entry in transit.
+        self._arriving: dict[int, Future[None]] = {}
+        # The calls whose entries are in transit, oldest first; some have arrived.
+        self._calls: deque[Future[None]] = deque()
+
+    def allocate(self) -> None:
+        """Allocate the memory now, once."""
+        if self._buffers:
+            return
+        try:
+            self._buffers = [
+                np.empty((self._num_entries, shape[0], *shape[2:]), dtype)
+                for shape, dtype in self._shapes
+            ]
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"the host has no memory for {self._num_entries - 1:,} pages or states ({error}); "
+                "pass a smaller host_memory, or 0"
+            ) from error
+
+    def wait_for_room(self) -> None:
+        """Wait until another call may leave the device."""
+        self.allocate()
+        calls = self._calls
+        while calls and (len(calls) >= self._max_calls or calls[0].done()):
+            calls.popleft().result()
+
+    def send(self, leaving: Sequence[jax.Array], host_entries: Sequence[int]) -> None:
+        """Start to copy buffers of entries, after `wait_for_room`; the first ones are stored."""
+        pieces = [own.to_staging(x) for own, x in zip(self._shards, leaving, strict=True)]
+        arriving = self._copier.submit(self._store, host_entries, pieces)
+        self._arriving.update((entry, arriving) for entry in host_entries)
+        self._calls.append(arriving)
+
+    def _store(self, host_entries: Sequence[int], leaving: Sequence[list[jax.Array]]) -> None:
+        """Store entries once they arrive; runs on the thread of copies."""
+        for buffer, each in zip(self._buffers, leaving, strict=True):
+            entries = self._read_pieces(each)
+            for i, host_entry in enumerate(host_entries):
+                buffer[host_entry] = entries[:, i]
+
+    def read(self, host_entries: Sequence[int], count: int) -> list[np.ndarray]:
+        """Return entries of each buffer, [layers, count, ...]; beyond the given ones, any."""
+        self.wait_for(host_entries)
+        self.allocate()
+        wanted = np.zeros(count, np.int64)
+        wanted[: len(host_entries)] = host_entries
+        # Entries are the leading axis, so that one of a layer is contiguous.
+        return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
+
+    def has_arrived(self, host_entry: int) -> bool:
+        """Return whether no copy to an entry is pending, and the newest has not failed."""
+        arriving = self._arriving.get(host_entry)
+        return arriving is None or (arriving.done() and arriving.exception() is None)
+
+    def read_bytes(self, host_entry: int) -> bytes:
+        """Return the contents of an entry, which are arbitrary before the first copy."""
+        self.wait_for((host_entry,))
+        self.allocate()
+        return b"".join(buffer[host_entry].tobytes() for buffer in self._buffers)
+
+    def write_bytes(self, host_entry: int, contents: bytes) -> None:
+        """Store contents that `read_bytes` returned for buffers of the same layout."""
+        arriving = self._arriving.pop(host_entry, None)
+        if arriving is not None:
+            wait((arriving,))  # it may have failed, but its contents are no longer needed
+        self.allocate()
+        start = 0
+        for buffer in self._buffers:
+            entry = buffer[host_entry]
+            flat = np.frombuffer(contents, entry.dtype, entry.size, start)
+            buffer[host_entry] = flat.reshape(entry.shape)
+            start += entry.nbytes
+
+    def wait_for(self, host_entries: Iterable[int]) -> None:
+        for host_entry in host_entries:
+            arriving = self._arriving.pop(host_entry, None)
+            if arriving is not None:
+                arriving.result()
+
+    def wait_for_all(self) -> None:
+        self.wait_for(list(self._arriving))
+
+    def drop_leaving(self) -> None:
+        """Drop entries in transit to the host, since failed steps may never deliver them."""
+        wait(self._calls)
+        self._arriving.clear()
+        self._calls.clear()
+
+    def delete(self) -> None:
+        self._copier.shutdown(cancel_futures=True)
+        self._arriving.clear()
+        self._calls.clear()
+        self._buffers.clear()
+
+
+@final
 class DevicePages:
     """The page cache on the device, and the pages that were copied from it to the host.
 
     Every step donates `cache` and replaces it with its result.
 
-    The memory of the host pages is allocated when the first page arrives; the first method that
-    allocates raises HostMemoryError if the host does not have it. An additional page, with the id
-    `num_host_pages`, is the target of copies whose contents are unused. Pages that leave the device
-    are gathered into a separate buffer first, because the cache is donated to the next step, which
-    may write to them. The device copies that to pinned host memory beside its steps. A thread
-    stores them, one call after another; a caller that needs a page waits for that page alone.
-
     Args:
-      max_leaving_bytes: maximum size of the pages in transit to the host, but at least one call's;
-        by default `transit_bytes`.
+      max_leaving_bytes: see `HostEntries`; by default `transit_bytes`.
       max_incoming_bytes: maximum size of the pages in transit from the host, likewise.
       copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
-      read: waits for pages in pinned host memory, and returns them; by default `to_host`.
+      read: see `HostEntries`; by default `to_host`.
     """
 
     def __init__(
@@ -210,24 +337,24 @@ class DevicePages:
         self.cache = cache
         self.place = place
         self._copy = copy or jax.jit(gathered, out_shardings=place)
-        self._num_host_pages = num_host_pages + 1
         self._own = OwnShards(place)
-        most = transit_bytes(sum(map(self._own.nbytes, jax.tree.leaves(cache.pages))))
-        self._max_leaving_bytes = most if max_leaving_bytes is None else max_leaving_bytes
+        leaves = jax.tree.leaves(cache.pages)
+        most = transit_bytes(sum(map(self._own.nbytes, leaves)))
         self._max_incoming_bytes = most if max_incoming_bytes is None else max_incoming_bytes
-        self._read_pieces = read
+        self._host = HostEntries(
+            leaves,
+            [self._own] * len(leaves),
+            num_host_pages,
+            entries_a_call=PAGES_A_CALL,
+            max_leaving_bytes=most if max_leaving_bytes is None else max_leaving_bytes,
+            read=read,
+        )
         self._staging = staging_place(place)
         shelf = shelf or unkept(place)
         self._gather = shelf.function("gathered", gathered)
         self._scatter = shelf.function(
             "scattered", scattered, donate_argnums=0, out_shardings=place
         )
-        self._host: list[np.ndarray] = []
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
-        # The newest copy to each host page in transit.
-        self._arriving: dict[int, Future[None]] = {}
-        # The calls whose pages are in transit, oldest first; some have arrived.
-        self._calls: deque[Future[None]] = deque()
 
     @property
     def num_buffers(self) -> int:
@@ -252,11 +379,15 @@ class DevicePages:
 
     @property
     def host_page_bytes(self) -> int:
-        return sum(leaf.nbytes // leaf.shape[1] for leaf in self._leaves)
+        return sum(leaf.nbytes // leaf.shape[1] for leaf in self._page_leaves)
 
     @property
     def _leaves(self) -> list[Any]:
         return jax.tree.leaves(self.cache)
+
+    @property
+    def _page_leaves(self) -> list[Any]:
+        return jax.tree.leaves(self.cache.pages)
 
     def replace(self, cache: KVCache) -> None:
         """Set the cache to the result of a function that may have donated the previous one."""
@@ -265,7 +396,9 @@ class DevicePages:
     # ---- copies to the host and from it ----
 
     def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
-        cache, ids = abstract(self.cache), np.zeros(PAGES_A_CALL, np.int32)
+        if not self._page_leaves:
+            return []
+        cache, ids = abstract(self.cache.pages), np.zeros(PAGES_A_CALL, np.int32)
         pages = jax.tree.map(self._own.abstract, abstract_pages(cache, PAGES_A_CALL))
         return [
             ("pages to the host", partial(self._gather.prepare, cache, ids)),
@@ -274,19 +407,7 @@ class DevicePages:
 
     def allocate_host(self) -> None:
         """Allocate the memory of the host pages now, once."""
-        if self._host:
-            return
-        try:
-            self._host = [
-                np.empty((self._num_host_pages, shape[0], *shape[2:]), each.dtype)
-                for each in self._leaves
-                for shape in [self._own.shape(each.shape)]
-            ]
-        except MemoryError as error:
-            raise HostMemoryError(
-                f"the host has no memory for {self._num_host_pages - 1:,} pages ({error}); pass a "
-                "smaller host_memory, or 0"
-            ) from error
+        self._host.allocate()
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
@@ -295,99 +416,54 @@ class DevicePages:
         Pages in transit from it take device memory twice, so at most `max_incoming_bytes` come at
         once.
         """
+        if not self._page_leaves:
+            return
         for some in chunks(out, PAGES_A_CALL):
-            self._send_out(some)
+            self._host.wait_for_room()
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for page, _ in some]
+            leaving = jax.tree.leaves(self._gather(self.cache.pages, ids))
+            self._host.send(leaving, [host_page for _, host_page in some])
         num_bytes = 0
         for some in chunks(back, PAGES_A_CALL):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
-            pages = self._read(some, PAGES_A_CALL)
+            pages = self._host.read([host_page for host_page, _ in some], PAGES_A_CALL)
             num_new_bytes = sum(each.nbytes for each in pages)
             if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
                 jax.block_until_ready(self.cache)
                 num_bytes = 0
-            values = self._own.to_devices(pages, like=self._leaves)
-            self.cache = self._scatter(self.cache, ids, self._in_cache(values))
+            values = self._own.to_devices(pages, like=self._page_leaves)
+            moved = self._scatter(self.cache.pages, ids, self._in_cache(values))
+            self.cache = replace(moved, states=self.cache.states)
             num_bytes += num_new_bytes
 
     def incoming(self, back: PageCopies, count: int) -> IncomingPages:
         """Return the contents of at most `count` (host page, device page), for a step to copy."""
         target = np.full(count, self.num_pages, np.int32)
         target[: len(back)] = [page for _, page in back]
-        pages = self._read(back, count)
-        values = self._own.to_devices(pages, like=self._leaves, place=self._staging)
+        pages = self._host.read([host_page for host_page, _ in back], count)
+        values = self._own.to_devices(pages, like=self._page_leaves, place=self._staging)
         return IncomingPages(target, self._in_cache(values))  # pyrefly: ignore[bad-argument-type]
 
     def abstract_incoming(self, count: int) -> IncomingPages | None:
         if not count:
             return None
-        values = abstract_pages(self.cache, count, sharding=self._staging)
+        values = abstract_pages(self.cache.pages, count, sharding=self._staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
 
     def has_arrived(self, host_page: int) -> bool:
-        """Return whether no copy to a host page is pending, and the newest has not failed."""
-        arriving = self._arriving.get(host_page)
-        return arriving is None or (arriving.done() and arriving.exception() is None)
+        return self._host.has_arrived(host_page)
 
     def read_host_page(self, host_page: int) -> bytes:
-        """Return the contents of a host page, which are arbitrary before the first copy."""
-        self._wait_for((host_page,))
-        self.allocate_host()
-        return b"".join(buffer[host_page].tobytes() for buffer in self._host)
+        return self._host.read_bytes(host_page)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
         """Store contents that `read_host_page` returned for a cache of the same layout."""
-        arriving = self._arriving.pop(host_page, None)
-        if arriving is not None:
-            wait((arriving,))  # it may have failed, but its contents are no longer needed
-        self.allocate_host()
-        start = 0
-        for buffer in self._host:
-            page = buffer[host_page]
-            flat = np.frombuffer(contents, page.dtype, page.size, start)
-            buffer[host_page] = flat.reshape(page.shape)
-            start += page.nbytes
-
-    def _send_out(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Start one call of copies of (device page, host page)."""
-        ids = np.zeros(PAGES_A_CALL, np.int32)
-        ids[: len(copies)] = [page for page, _ in copies]
-        self.allocate_host()
-        num_bytes = PAGES_A_CALL * sum(self._own.nbytes(x) // x.shape[1] for x in self._leaves)
-        most = max(1, self._max_leaving_bytes // max(1, num_bytes))
-        while self._calls and (len(self._calls) >= most or self._calls[0].done()):
-            self._calls.popleft().result()
-        gathered_pages = jax.tree.leaves(self._gather(self.cache, ids))
-        leaving = [self._own.to_staging(each) for each in gathered_pages]
-        host_pages = tuple(host_page for _, host_page in copies)
-        arriving = self._copier.submit(self._store, host_pages, leaving)
-        self._arriving.update((host_page, arriving) for host_page in host_pages)
-        self._calls.append(arriving)
-
-    def _store(self, host_pages: Sequence[int], leaving: Sequence[list[jax.Array]]) -> None:
-        """Store pages once they arrive; runs on the thread of copies."""
-        for buffer, each in zip(self._host, leaving, strict=True):
-            pages = self._read_pieces(each)
-            for i, host_page in enumerate(host_pages):
-                buffer[host_page] = pages[:, i]
-
-    def _read(self, copies: Sequence[tuple[int, int]], count: int) -> list[np.ndarray]:
-        """Return the host pages of the copies, padded to `count`, for each buffer of the cache."""
-        self._wait_for([host_page for host_page, _ in copies])
-        self.allocate_host()
-        wanted = np.zeros(count, np.int64)
-        wanted[: len(copies)] = [host_page for host_page, _ in copies]
-        # Host pages are the leading axis, so that a page of a layer is contiguous.
-        return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._host]
-
-    def _wait_for(self, host_pages: Iterable[int]) -> None:
-        for host_page in host_pages:
-            arriving = self._arriving.pop(host_page, None)
-            if arriving is not None:
-                arriving.result()
+        self._host.write_bytes(host_page, contents)
 
     def _in_cache(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(self.cache), leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.cache.pages), leaves)
 
     # ---- the pool ----
 
@@ -398,7 +474,7 @@ class DevicePages:
         two caches and one buffer of the smaller: the keys of one layer if each layer has its own
         buffers, and half of the smaller cache if all layers share two.
         """
-        self._wait_for(list(self._arriving))  # copies in flight hold device memory
+        self._host.wait_for_all()  # copies in flight hold device memory
         old_num_pages = self.num_pages
         try:
             self._bring_to(num_pages, moves)
@@ -415,25 +491,17 @@ class DevicePages:
                 leaf.delete()
 
     def renew(self) -> None:
-        """Replace the cache by zeros of the same shapes, after a step that may have donated it.
-
-        Pages in transit to the host are dropped, since failed steps may never deliver them.
-        """
+        """Replace the cache by zeros of the same shapes, after a step that may have donated it."""
         like = abstract(self.cache)
         for leaf in self._leaves:
             leaf.delete()
         self.cache = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
-        wait(self._calls)
-        self._arriving.clear()
-        self._calls.clear()
+        self._host.drop_leaving()
 
     def delete(self) -> None:
-        self._copier.shutdown(cancel_futures=True)
-        self._arriving.clear()
-        self._calls.clear()
-        self._host.clear()
+        self._host.delete()
         self.drop()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:

@@ -31,6 +31,7 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.executor import ProcessRole, StepHandle
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.pages import DevicePages
+from jaxserve.execution.stages import DeviceStage
 from jaxserve.execution.transport import (
     Arrived,
     Awaited,
@@ -453,15 +454,15 @@ def in_group(
     return role(executor, group, processes, transport, strict=strict)
 
 
-def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
-    """Allocate the memory of the host pages of every process. Every process must call it.
+def allocate_host(entries: DeviceStage | DevicePages, group: ProcessGroup) -> None:
+    """Allocate the memory of host pages and states of every process. Every process must call it.
 
     A process without enough memory then fails at the start, not in a step: every process raises
     HostMemoryError.
     """
     failure = None
     try:
-        pages.allocate_host()
+        entries.allocate_host()
     except HostMemoryError as error:
         failure = str(error)
     for process_id, each in enumerate(group.all_gather(failure)):

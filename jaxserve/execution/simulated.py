@@ -20,6 +20,7 @@ from jaxserve.execution.executor import Executor
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_sources, page_targets
+from jaxserve.memory.snapshots import StateCopy
 from jaxserve.predictor import Refinement
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
@@ -136,6 +137,7 @@ class SimulatedExecutor(Executor):
         self._slots, self._cells = self._slots_of[0], self._cells_of[0]
         # The number of tokens in each snapshot, its state, and the page that follows the full ones.
         self._snapshots: dict[int, tuple[int, int, np.ndarray]] = {}
+        self._host_snapshots: dict[int, tuple[int, int, np.ndarray]] = {}
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         # Keys are device groups and the link.
         self._free_at_s: dict[int, float] = {}
@@ -153,6 +155,7 @@ class SimulatedExecutor(Executor):
         if plan.handovers:
             return self._hand_over(plan)
         self._slots, self._cells = self._slots_of[plan.group], self._cells_of[plan.group]
+        self._save_states(plan)
         self._swap(plan)
         self._edit_slots(plan)
         shape = (len(plan.rows), plan.num_iterations * (1 + plan.num_proposed))
@@ -227,10 +230,17 @@ class SimulatedExecutor(Executor):
         for host_page, page in plan.swaps_in:
             self._cells[page] = self._host_cells[host_page]
 
+    def _save_states(self, plan: StepPlan) -> None:
+        for copy in plan.saves:
+            if isinstance(copy, StateCopy):
+                source, page = self._slots[copy.slot], self._cells[copy.page].copy()
+                self._snapshots[copy.entry] = source.num_in_state, source.state, page
+            elif copy.goes_out:
+                self._host_snapshots[copy.host_entry] = self._snapshots[copy.entry]
+            else:
+                self._snapshots[copy.entry] = self._host_snapshots[copy.host_entry]
+
     def _edit_slots(self, plan: StepPlan) -> None:
-        for slot, page, entry in plan.saves:
-            source = self._slots[slot]
-            self._snapshots[entry] = source.num_in_state, source.state, self._cells[page].copy()
         for slot in plan.releases:
             if slot in self._slots:  # absent if its sequence was admitted and released in one plan
                 self._slots[slot].is_inert = True
@@ -251,9 +261,10 @@ class SimulatedExecutor(Executor):
             self._slots[new.slot].tokens[new.start :] = new.tokens
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page
-        for slot, page, entry in plan.restores:
+        for slot, page, entry, is_on_host in plan.restores:
+            kept = self._host_snapshots if is_on_host else self._snapshots
             target = self._slots[slot]
-            target.num_in_state, target.state, self._cells[page] = self._snapshots[entry]
+            target.num_in_state, target.state, self._cells[page] = kept[entry]
         self._check_window(plan)
 
     def _check_window(self, plan: StepPlan) -> None:

@@ -71,6 +71,7 @@ def engine_config(
     num_pages: int,
     num_host_pages: int = 0,
     num_snapshots: int = 0,
+    num_host_snapshots: int = 0,
     layer_windows: tuple[int | None, ...] = (),
 ) -> EngineConfig:
     """Return the sizes of executables and of a page pool of `num_pages` pages."""
@@ -96,10 +97,11 @@ def engine_config(
         graph_loops=options.graph_loops,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
-        restore="on_admission" if has_states else options.restore or defaults.restore,
+        restore=options.restore or defaults.restore,
         has_encoder=model_config.has_encoder,
         has_slot_state=has_states,
         num_snapshots=num_snapshots,
+        num_host_snapshots=num_host_snapshots,
         layer_windows=layer_windows,
         max_adapters=options.max_adapters,
         pooling=model_config.pooling.kind if model_config.labels is None else "labels",

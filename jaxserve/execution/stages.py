@@ -115,6 +115,7 @@ class DeviceStage:
         *,
         samples: bool,
         snapshots: KVCache | None = None,
+        num_host_snapshots: int = 0,
     ):
         self.programs = programs
         self.params, self.arrays = params, as_list(params)  # steps get the arrays
@@ -123,7 +124,9 @@ class DeviceStage:
         )
         self.pages = DevicePages(cache, programs.place.pages, num_host_pages, programs.shelf)
         places = programs.place.cache(programs.model_config)
-        self.states = DeviceStates(programs.config, places, programs.shelf, snapshots)
+        self.states = DeviceStates(
+            programs.config, places, programs.shelf, snapshots, num_host_snapshots
+        )
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
@@ -133,6 +136,11 @@ class DeviceStage:
         """Keep only the shapes of the parameters, until the next update."""
         self.update_params(abstract(self.params))
 
+    def allocate_host(self) -> None:
+        """Allocate all host memory now; raise HostMemoryError if there is too little."""
+        self.pages.allocate_host()
+        self.states.allocate_host()
+
     def incoming(self, back: PageCopies) -> IncomingPages:
         return self.pages.incoming(back, self.programs.config.num_incoming_pages)
 
@@ -140,7 +148,6 @@ class DeviceStage:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
         if self._incoming:
             self._redirect(plan)
-        self.states.save(self.pages, plan.saves)
         self.slots.apply(plan)
         self.states.move(self.pages, plan.moves)
         self.states.restore(self.pages, plan.restores)
@@ -457,6 +464,8 @@ class StepExecutor(ModelExecutor):
         self._raise_if_closed()
         with self._compilations.watch(plan):
             count = num_incoming(self.config, plan)
+            for stage in self._stages:
+                stage.states.save(stage.pages, plan.saves)
             self._swap(plan.swaps_out, plan.swaps_in[count:])
             for stage in self._stages:
                 stage.edit(plan)

@@ -66,11 +66,15 @@ class StepCost(Protocol):
 @final
 @dataclass(frozen=True)
 class FlatCost:
-    """A cost of constant seconds per iteration, token and copied page, and 0 for the host."""
+    """A cost of constant seconds per iteration, token, copied page and copied state.
+
+    The host takes no time.
+    """
 
     per_iteration_s: float = 1e-3
     per_token_s: float = 1e-5
     per_page_s: float = 1e-5
+    per_state_s: float = 1e-4
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
@@ -80,4 +84,5 @@ class FlatCost:
         num_pages = len(work.plan.swaps_out) + len(work.plan.swaps_in)
         num_pages += work.plan.num_pages_handed_over
         iteration_s = self.per_iteration_s + self.per_token_s * num_tokens
-        return len(work.decoded) * iteration_s + self.per_page_s * num_pages
+        copies_s = self.per_page_s * num_pages + self.per_state_s * work.plan.num_states_swapped
+        return len(work.decoded) * iteration_s + copies_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +17,30 @@ SnapshotKind = Literal["end", "prompt", "preempted", "branch", "grid"]
 _MANY_USES = 2
 # The least age, since values divide by it.
 _MOMENT_S = 1e-3
+# The most states of the host, the least recently used ones, that are compared for an eviction.
+_MAX_COMPARED = 256
 
 
 class StateCopy(NamedTuple):
     """A copy of a state between a slot and the entry of a snapshot.
 
     `page` is the page with the positions that follow the last full page; the null page if there are
-    none. Its keys and values are copied with the state.
+    none. Its keys and values are copied with the state. The entry is one of the host's if
+    `is_on_host`, which are only copied to slots.
     """
 
     slot: int
     page: int
     entry: int
+    is_on_host: bool = False
+
+
+class HostStateCopy(NamedTuple):
+    """A copy of a snapshot from an entry of the device to one of the host, or back."""
+
+    entry: int
+    host_entry: int
+    goes_out: bool
 
 
 @final
@@ -36,7 +49,8 @@ class Snapshot:
     """The state of a sequence after its first `position` tokens.
 
     Attributes:
-      entry: where in the pool it is; None once it was evicted.
+      entry: where in the device's pool it is; None if it is not there.
+      host_entry: where in the host's pool it is, likewise.
       num_uses: sequences that have begun with it.
       page_keys: keys after 0, 1, 2, ... full pages before `position`; empty while some tokens have
         not been read.
@@ -54,6 +68,12 @@ class Snapshot:
     tail: tuple[int, ...] = ()
     parent: Snapshot | None = field(default=None, repr=False)
     children: set[Snapshot] = field(default_factory=set, repr=False)
+    host_entry: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is on the device or on the host."""
+        return self.entry is not None or self.host_entry is not None
 
     @property
     def num_saved_tokens(self) -> int:
@@ -223,10 +243,17 @@ Prefix: TypeAlias = tuple[Sequence[bytes], Sequence[int]]
 class SnapshotCache:
     """Finds snapshots by their tokens, and evicts those that a `StateRetention` names.
 
+    A snapshot that is evicted from the device goes to the host, if there is room or one that is
+    worth less. One on the host is copied into a slot from there; it also comes to the device if it
+    is worth more than one there. Copies are collected for the next plan, which makes them in order.
     A snapshot that the next plan copies into a slot is not evicted before that plan is made.
 
     Args:
-      num_entries: entries of the pool.
+      num_entries: entries of the device's pool.
+      num_host_entries: entries of the host's pool.
+
+    Attributes:
+      num_out, num_in: snapshots copied to the host, and from it.
     """
 
     def __init__(
@@ -235,37 +262,45 @@ class SnapshotCache:
         page_size: int,
         retention: StateRetention,
         now: Callable[[], float],
+        num_host_entries: int = 0,
     ):
         self.num_entries = num_entries
+        self.num_host_entries = num_host_entries
         self.retention = retention
-        self.num_saved = self.num_restored = 0
+        self.num_saved = self.num_restored = self.num_out = self.num_in = 0
         self._page_size = page_size
         self._now = now
         self._rates = ReuseRates()
         self._free = list(range(num_entries))
-        self._held: dict[int, Snapshot] = {}  # by entry
+        self._free_on_host = list(range(num_host_entries))
+        # By entry; on the host about in the order of their last use.
+        self._held: dict[int, Snapshot] = {}
+        self._on_host: dict[int, Snapshot] = {}
         self._by_key: dict[bytes, list[Snapshot]] = {}  # by the last of `page_keys`
-        # The copies to entries that the next plan makes, by entry.
-        self._saves: dict[int, StateCopy] = {}
-        self._locked: set[int] = set()
+        # The copies that the next plan makes before its other edits.
+        self._copies: list[tuple[Snapshot, StateCopy | HostStateCopy]] = []
+        self._locked: set[Snapshot] = set()
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def num_on_host(self) -> int:
+        return len(self._on_host)
+
     def save(self, slot: int, page: int, position: int, kind: SnapshotKind) -> Snapshot | None:
         """Copy the state of a slot with the next plan; None if every entry is locked."""
-        if not self._free and not self._evict_one():
+        if not self._make_room():
             return None
-        entry = self._free.pop()
-        snapshot = self._held[entry] = Snapshot(entry, position, kind, self._now())
-        self._saves[entry] = StateCopy(slot, page, entry)
+        snapshot = Snapshot(None, position, kind, self._now())
+        self._copies.append((snapshot, StateCopy(slot, page, self._put_on_device(snapshot))))
         self.num_saved += 1
         return snapshot
 
     def name(self, snapshot: Snapshot, prefix: Prefix) -> None:
         """Set the tokens of a snapshot, so that it is found; evict it if another has the same."""
-        if snapshot.entry is None:
+        if not snapshot.is_kept:
             return
         if self.renew(prefix):
             self.evict(snapshot)
@@ -274,7 +309,7 @@ class SnapshotCache:
         self._adopt(self.find(prefix), snapshot)
         snapshot.position, snapshot.page_keys = len(tokens), page_keys
         snapshot.tail = tuple(tokens[(len(page_keys) - 1) * self._page_size :])
-        for other in self._held.values():
+        for other in itertools.chain(self._held.values(), self._on_host.values()):
             is_between = other.num_saved_tokens > other.position - snapshot.position > 0
             if is_between and snapshot.begins(other):
                 self._adopt(snapshot, other)
@@ -287,6 +322,7 @@ class SnapshotCache:
         if found is None or found.position != len(prefix[1]):
             return False
         found.used_s = self._now()
+        self._came_last(found)
         return True
 
     def find(self, prefix: Prefix) -> Snapshot | None:
@@ -305,18 +341,116 @@ class SnapshotCache:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Keep a snapshot until the next plan, which copies it into a slot."""
-        assert snapshot.entry is not None
         self._rates.use(snapshot, self._now())
+        self._came_last(snapshot)
         self.num_restored += 1
-        self._locked.add(snapshot.entry)
+        self._locked.add(snapshot)
+        if snapshot.entry is None:
+            assert snapshot.host_entry is not None
+            self.num_in += 1
+            if self._make_room(snapshot):
+                entry = self._put_on_device(snapshot)
+                copy = HostStateCopy(entry, snapshot.host_entry, goes_out=False)
+                self._copies.append((snapshot, copy))
 
     def evict(self, snapshot: Snapshot) -> None:
-        if snapshot.entry is None:
+        """Evict a snapshot from the device and the host, with the copies of it to come."""
+        if snapshot.is_kept:
+            self._leave_device(snapshot)
+            self._leave_host(snapshot)
+
+    def clear(self) -> None:
+        for snapshot in [*self._held.values(), *self._on_host.values()]:
+            self.evict(snapshot)
+        self._locked.clear()
+
+    def close_host(self) -> None:
+        """Use the host no longer, after `clear`."""
+        self.num_host_entries, self._free_on_host = 0, []
+
+    def drop_uncopied(self) -> None:
+        """Evict what no plan has copied yet, before pages or slots change."""
+        for snapshot in [each for each, _ in self._copies]:
+            self.evict(snapshot)
+
+    def take_copies(self) -> tuple[StateCopy | HostStateCopy, ...]:
+        """Return the copies that the next plan makes before anything else; unlock all entries."""
+        copies = tuple(copy for _, copy in self._copies)
+        self._copies.clear()
+        self._locked.clear()
+        return copies
+
+    def _adopt(self, parent: Snapshot | None, child: Snapshot) -> None:
+        if child.parent is not None:
+            child.parent.children.discard(child)
+        child.parent = parent
+        if parent is not None:
+            parent.children.add(child)
+
+    # ---- tiers ----
+
+    def _make_room(self, coming: Snapshot | None = None) -> bool:
+        """Free an entry of the device; for `coming`, only of a snapshot that is worth less."""
+        kept = [each for each in self._held.values() if each not in self._locked]
+        if self._free or not kept:
+            return bool(self._free)
+        candidates = kept if coming is None else [*kept, coming]
+        victim = self.retention.victim(candidates, self._now(), self._rates)
+        if victim is coming:
+            return False
+        if victim.host_entry is None and self._make_room_on_host(victim):
+            self._copy_out(victim)
+        self._leave_device(victim)
+        return True
+
+    def _make_room_on_host(self, leaving: Snapshot) -> bool:
+        """Free an entry of the host: of a snapshot on both tiers, or of one that is worth less."""
+        oldest = itertools.islice(self._on_host.values(), _MAX_COMPARED)
+        kept = [each for each in oldest if each not in self._locked]
+        if self._free_on_host or not kept:
+            return bool(self._free_on_host)
+        victim = next((each for each in kept if each.entry is not None), None)
+        if victim is None:
+            victim = self.retention.victim([*kept, leaving], self._now(), self._rates)
+        if victim is leaving:
+            return False
+        self._leave_host(victim)
+        return True
+
+    def _put_on_device(self, snapshot: Snapshot) -> int:
+        snapshot.entry = entry = self._free.pop()
+        self._held[entry] = snapshot
+        return entry
+
+    def _copy_out(self, snapshot: Snapshot) -> None:
+        assert snapshot.entry is not None
+        snapshot.host_entry = host_entry = self._free_on_host.pop()
+        self._on_host[host_entry] = snapshot
+        self._copies.append((snapshot, HostStateCopy(snapshot.entry, host_entry, goes_out=True)))
+        self.num_out += 1
+
+    def _leave_device(self, snapshot: Snapshot) -> None:
+        if snapshot.entry is not None:
+            self._free.append(snapshot.entry)
+            del self._held[snapshot.entry]
+            snapshot.entry = None
+            self._drop_if_gone(snapshot)
+
+    def _leave_host(self, snapshot: Snapshot) -> None:
+        if snapshot.host_entry is not None:
+            self._free_on_host.append(snapshot.host_entry)
+            del self._on_host[snapshot.host_entry]
+            snapshot.host_entry = None
+            self._drop_if_gone(snapshot)
+
+    def _came_last(self, snapshot: Snapshot) -> None:
+        if snapshot.host_entry is not None:
+            self._on_host[snapshot.host_entry] = self._on_host.pop(snapshot.host_entry)
+
+    def _drop_if_gone(self, snapshot: Snapshot) -> None:
+        if snapshot.is_kept:
             return
-        self._free.append(snapshot.entry)
-        self._saves.pop(snapshot.entry, None)
-        del self._held[snapshot.entry]
-        snapshot.entry = None
+        self._copies = [each for each in self._copies if each[0] is not snapshot]
         if snapshot.page_keys:
             others = self._by_key[snapshot.page_keys[-1]]
             others.remove(snapshot)
@@ -326,50 +460,25 @@ class SnapshotCache:
             self._adopt(snapshot.parent, child)
         self._adopt(None, snapshot)
 
-    def clear(self) -> None:
-        for snapshot in list(self._held.values()):
-            self.evict(snapshot)
-        self._locked.clear()
-
-    def drop_unsaved(self) -> None:
-        """Evict what no plan has copied yet, before pages or slots change."""
-        for entry in list(self._saves):
-            self.evict(self._held[entry])
-
-    def take_saves(self) -> tuple[StateCopy, ...]:
-        """Return the copies that the next plan makes before anything else; unlock all entries."""
-        saves = tuple(self._saves.values())
-        self._saves.clear()
-        self._locked.clear()
-        return saves
-
-    def _adopt(self, parent: Snapshot | None, child: Snapshot) -> None:
-        if child.parent is not None:
-            child.parent.children.discard(child)
-        child.parent = parent
-        if parent is not None:
-            parent.children.add(child)
-
-    def _evict_one(self) -> bool:
-        kept = [each for each in self._held.values() if each.entry not in self._locked]
-        if kept:
-            self.evict(self.retention.victim(kept, self._now(), self._rates))
-        return bool(kept)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every entry is free or held, and every name is in place."""
+        host = sorted([*self._free_on_host, *self._on_host])
         assert sorted([*self._free, *self._held]) == list(range(self.num_entries)), "entries leaked"
-        assert self._saves.keys() <= self._held.keys(), "a copy to an entry that is free"
+        assert host == list(range(self.num_host_entries)), "entries of the host leaked"
+        assert all(each.is_kept for each, _ in self._copies), "a copy of an evicted snapshot"
         for entry, snapshot in self._held.items():
             assert snapshot.entry == entry, "a snapshot is in another entry"
+        for entry, snapshot in self._on_host.items():
+            assert snapshot.host_entry == entry, "a snapshot is in another entry of the host"
+        for snapshot in {*self._held.values(), *self._on_host.values()}:
             keys, parent = snapshot.page_keys, snapshot.parent
             named = self._by_key.get(keys[-1], ()) if keys else [snapshot]
             assert snapshot in named, "a snapshot is not found by its key"
             if parent is not None:
-                assert parent.entry is not None, "the parent was evicted"
+                assert parent.is_kept, "the parent was evicted"
                 assert parent.begins(snapshot) or parent.tail, "the parent has other tokens"
                 assert snapshot in parent.children and snapshot.num_saved_tokens > 0, "not a child"
             assert all(each.parent is snapshot for each in snapshot.children), "another's child"
         named = [each for some in self._by_key.values() for each in some]
-        assert all(each.entry is not None for each in named), "an evicted snapshot is found"
+        assert all(each.is_kept for each in named), "an evicted snapshot is found"
         assert all(self._by_key.values()), "a key without snapshots"

@@ -27,6 +27,7 @@ from jaxserve.execution.executor import Executor, StepHandle
 from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.memory.snapshots import HostStateCopy
 from jaxserve.planning.step_times import Curve, GroupTimes, Origin, StepTimes
 from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
@@ -108,6 +109,8 @@ class StepBench:
             page_in_s=max(0.0, only("swap in") - without_edit_s) / PAGES_A_CALL,
             plan_s=_planning_s(self.config, self._clock),
             submit_s=statistics.median(self._submits_s),
+            state_out_s=max(0.0, only("state out") - without_edit_s),
+            state_in_s=max(0.0, only("state in") - without_edit_s),
         )
 
     # ---- shapes ----
@@ -256,10 +259,15 @@ class StepBench:
 
         out, back = ((NULL_PAGE, 0),) * PAGES_A_CALL, ((0, NULL_PAGE),) * PAGES_A_CALL
         swaps = [{"swaps_out": out}, {"swaps_in": back}] if self.config.num_host_pages else [{}, {}]
+        states: list[dict[str, Any]] = [{}, {}]
+        if self.config.num_host_snapshots:
+            states = [{"saves": (HostStateCopy(0, 0, goes_out),)} for goes_out in (True, False)]
         return {
             # In this order, because a page must be swapped out before it is swapped in.
             "swap out": partial(self._loop, smallest, swaps[:1]),
             "swap in": partial(self._loop, smallest, swaps[1:]),
+            "state out": partial(self._loop, smallest, states[:1]),
+            "state in": partial(self._loop, smallest, states[1:]),
             "edit": partial(after_reset, [released]),
             "move": partial(after_reset, moves),
             "admit and edit": partial(after_reset, [{"admissions": admissions, **released}]),

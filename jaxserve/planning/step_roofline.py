@@ -73,6 +73,7 @@ class RooflineCost:
       hides_copies: whether swaps overlap the computation layer by layer (Pensieve, sections 3.4.3.2
         and 3.4.3.3), in both directions of the link at the same time; otherwise they precede it,
         sequentially.
+      state_bytes: bytes of the state of a sequence, which copies to the host and from it take.
     """
 
     model: ModelShape
@@ -82,6 +83,7 @@ class RooflineCost:
     num_shards: int = 1
     efficiency: float = 1.0
     hides_copies: bool = False
+    state_bytes: float = 0.0
 
     @property
     def num_devices(self) -> int:
@@ -138,14 +140,18 @@ class RooflineCost:
         if work.prefilled:  # in the same iteration as the decode rows
             contexts = sum(r.start + r.num_tokens for r in plan.rows if r.num_tokens > 1)
             seconds += self._attention_s(work.prefilled, contexts)
+        states_s = self._copy_s(plan.num_states_swapped * self.state_bytes)
         if self.hides_copies:
             busiest = max(len(plan.swaps_out), len(plan.swaps_in))
-            return max(seconds, self.swap_s(busiest))
-        return seconds + self.swap_s(len(plan.swaps_out) + len(plan.swaps_in))
+            return max(seconds, self.swap_s(busiest) + states_s)
+        return seconds + self.swap_s(len(plan.swaps_out) + len(plan.swaps_in)) + states_s
 
     def swap_s(self, num_pages: int) -> float:
         """Return the seconds to copy `num_pages` to the host, or back."""
-        return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
+        return self._copy_s(num_pages * self.page_bytes)
+
+    def _copy_s(self, num_bytes: float) -> float:
+        return num_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
 
     def chunk_cost(self, longest: int) -> RecomputeCost:
         """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6).

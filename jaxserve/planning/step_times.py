@@ -27,6 +27,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 from jaxserve.core.host import cpu_name
 from jaxserve.execution.step_cost import StepCost, StepWork
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.memory.snapshots import HostStateCopy
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.sharding import StagePlan
 from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
@@ -201,6 +202,7 @@ class StepTimes:
       head_s: head bucket -> sampling in a mixed step.
       edit_s, move_s, admit_s: a call that edits slots, compacts them, or admits into them.
       page_out_s, page_in_s: a page's copy to the host, or back; 0 without host memory.
+      state_out_s, state_in_s: the same of a state of recurrent layers.
       plan_s, submit_s: the host's planning and submission of a step.
     """
 
@@ -217,6 +219,8 @@ class StepTimes:
     page_in_s: float
     plan_s: float
     submit_s: float
+    state_out_s: float = 0.0
+    state_in_s: float = 0.0
 
     def host_s(self, plan: StepPlan) -> float:
         return self.plan_s + self.submit_s
@@ -266,6 +270,9 @@ class StepTimes:
         num_admits = -(-len(plan.admissions) // ADMISSIONS_A_CALL)
         num_edits = -(-len(plan.page_updates) // PAGE_UPDATES_A_CALL) or bool(plan.releases)
         swaps_s = len(plan.swaps_out) * self.page_out_s + len(plan.swaps_in) * self.page_in_s
+        num_out = sum(isinstance(copy, HostStateCopy) and copy.goes_out for copy in plan.saves)
+        swaps_s += num_out * self.state_out_s
+        swaps_s += (plan.num_states_swapped - num_out) * self.state_in_s
         num_moves = -(-len(plan.moves) // MOVES_A_CALL)
         edits_s = num_admits * self.admit_s + num_edits * self.edit_s + num_moves * self.move_s
         return swaps_s + edits_s

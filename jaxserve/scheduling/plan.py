@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import numpy as np
 
 from jaxserve.core.request import Request
-from jaxserve.memory.snapshots import StateCopy
+from jaxserve.memory.snapshots import HostStateCopy, StateCopy
 
 
 @final
@@ -147,9 +147,10 @@ class StepPlan:
 
     Attributes:
       index: of the plan among its scheduler's.
+      saves: states and pages to be copied to snapshots, as the plan before has left them, and
+        snapshots to be copied to the host or from it, in this order.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
-      saves: states and pages to be copied to snapshots, as the plan before has left them.
       restores: snapshots to be copied to slots and pages, after all other edits.
       forgets_answers: whether no later proposal may be of an answer that has already ended.
       releases: slots that serve no sequence from now on.
@@ -173,9 +174,9 @@ class StepPlan:
     """
 
     index: int
+    saves: tuple[StateCopy | HostStateCopy, ...] = ()
     swaps_out: PageCopies = ()
     swaps_in: PageCopies = ()
-    saves: tuple[StateCopy, ...] = ()
     restores: tuple[StateCopy, ...] = ()
     forgets_answers: bool = False
     releases: tuple[int, ...] = ()
@@ -200,6 +201,12 @@ class StepPlan:
     @property
     def has_proposals(self) -> bool:
         return any(row.proposed for row in self.rows)
+
+    @property
+    def num_states_swapped(self) -> int:
+        """States that are copied to the host or from it."""
+        num = sum(isinstance(copy, HostStateCopy) for copy in self.saves)
+        return num + sum(copy.is_on_host for copy in self.restores)
 
     @property
     def num_pages_handed_over(self) -> int:

@@ -431,9 +431,9 @@ class Step:
         saves, restores = self._kv.state_copies(admitted)
         return StepPlan(
             index=index,
+            saves=saves,
             swaps_out=swaps_out,
             swaps_in=swaps_in,
-            saves=saves,
             restores=restores,
             releases=releases,
             moves=moves,

@@ -255,6 +255,8 @@ class EngineCollector(Collector):
                 "Sequences that began with a kept state.",
                 stats.num_snapshots_restored,
             ),
+            "state_snapshots_out": ("Kept states copied to the host.", stats.num_snapshots_out),
+            "state_snapshots_in": ("Kept states copied back.", stats.num_snapshots_in),
             "reservations_outgrown": (
                 "Preempted sequences that were longer than predicted.",
                 stats.num_outgrown,

@@ -192,6 +192,14 @@ def copy_entry(
     return replace(pages, states=copied(target.states, source.states, 0))
 
 
+def entry_of(
+    cache: Any,  # a KVCache whose slots and pages are entries: [layers, entries, ...]
+    entry: Int32[Array, ""],
+) -> Any:
+    """Return a cache with this entry alone."""
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, entry, 1, axis=1), cache)
+
+
 def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"]) -> SlotState:
     """Start the admitted slots with their concatenated `tokens`.
 

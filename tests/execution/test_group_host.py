@@ -12,7 +12,7 @@ from jaxserve.core.errors import HostMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.compatibility import Setting, check_together
 from jaxserve.execution.pages import DevicePages
-from jaxserve.execution.processes import allocate_host_pages
+from jaxserve.execution.processes import allocate_host
 from jaxserve.models.batch import KVCache
 from jaxserve.runtime.build import check_disk
 from jaxserve.scheduling.presets import get_policy
@@ -32,7 +32,7 @@ def test_a_process_without_the_memory_ends_the_start_of_all(lacking):
     num_host_pages = [10**13 if i == lacking else 4 for i in range(2)]
     with ThreadPoolExecutor() as pool:
         started = [
-            pool.submit(allocate_host_pages, _pages(num), group)
+            pool.submit(allocate_host, _pages(num), group)
             for num, group in zip(num_host_pages, connected(), strict=True)
         ]
         for each in started:

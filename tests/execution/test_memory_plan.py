@@ -10,6 +10,7 @@ import pytest
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.execution.memory_plan import (
     free_device_bytes,
+    plan_host_states,
     plan_pool,
     plan_resize,
     plan_snapshots,
@@ -66,6 +67,29 @@ def test_snapshots_take_a_part_of_the_free_memory():
         plan_snapshots(_Gpu(GIB), 1000, 8, "2GiB")
     with pytest.raises(InvalidConfigError, match="state_memory=999 bytes hold no state.*1,000.*0"):
         plan_snapshots(_Gpu(GIB), 1000, 8, 999)
+
+
+def _on_host(wanted: int | str | None, *, page_bytes: int = 100, num_snapshots: int = 8):
+    return plan_host_states(
+        page_bytes=page_bytes,
+        state_bytes=1000,
+        num_device_pages=20,
+        num_snapshots=num_snapshots,
+        wanted=wanted,
+    )
+
+
+def test_states_on_the_host_have_half_of_its_memory():
+    """By default as much as the device has; all of it if pages have no bytes."""
+    assert _on_host(None) == (50, 5)
+    assert _on_host("20kB") == (100, 10)
+    assert _on_host("20kB", page_bytes=0) == (20, 20)
+    assert _on_host(None, page_bytes=0) == (20, 8)
+    assert _on_host(0) == _on_host(None, num_snapshots=0) == (0, 0)
+    with pytest.raises(InvalidConfigError, match="host_memory=1,999 .*no state.*2,000, or 0"):
+        _on_host(1999)
+    with pytest.raises(DeviceMemoryError, match="host_memory=.*give less"):
+        _on_host(1 << 60)
 
 
 @pytest.mark.parametrize("stats", [None, {"bytes_in_use": 0}])

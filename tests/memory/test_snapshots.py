@@ -10,12 +10,14 @@ import pytest
 from jaxserve.memory.cached_page import PageKeys
 from jaxserve.memory.snapshots import (
     Grid,
+    HostStateCopy,
     LearnedReuse,
     Marconi,
     Prefix,
     Snapshot,
     SnapshotCache,
     SnapshotKind,
+    StateCopy,
     StateRetention,
 )
 
@@ -34,9 +36,9 @@ class _Clock:
 
 
 def _cache(
-    num_entries: int, clock: _Clock, retention: StateRetention = RETENTIONS[0]
+    num_entries: int, clock: _Clock, retention: StateRetention = RETENTIONS[0], num_on_host: int = 0
 ) -> SnapshotCache:
-    return SnapshotCache(num_entries, PAGE, retention, clock)
+    return SnapshotCache(num_entries, PAGE, retention, clock, num_on_host)
 
 
 def _prefix(*tokens: int) -> Prefix:
@@ -75,7 +77,7 @@ def test_the_least_valuable_is_evicted():
     clock = _Clock()
     cache = _cache(3, clock)
     old, short, long = (_named(cache, *[n] * n) for n in (50, 10, 100))
-    cache.take_saves()
+    cache.take_copies()
     clock.now_s = 10.0
     cache.restore(short)  # used now
     _named(cache, *range(30))
@@ -83,7 +85,7 @@ def test_the_least_valuable_is_evicted():
     clock.now_s = 1000.0
     _named(cache, 1)
     assert short.entry is not None and long.entry is not None  # the next plan reads `short`
-    cache.take_saves()
+    cache.take_copies()
     clock.now_s = 2000.0
     _named(cache, 2)
     assert short.entry is not None and cache.find(_prefix(1)) is None
@@ -98,10 +100,10 @@ def test_conversations_that_have_gone_on_are_worth_less():
     for turn in range(20):
         clock.now_s += 1.0
         before = _named(cache, *[turn] * 100)
-        cache.take_saves()
+        cache.take_copies()
         cache.restore(before)
         cache.restore(shared)
-        cache.take_saves()
+        cache.take_copies()
     new = [_named(cache, *[100 + i] * 100) for i in range(5)]
     assert shared.entry is not None and all(each.entry is not None for each in new)
 
@@ -129,7 +131,7 @@ def test_marconi_evicts_by_recency_and_work_saved():
         for at_s, name, tokens in ((1.0, "old", 40), (2.0, "short", 1), (3.0, "new", 30)):
             clock.now_s = at_s
             found[name] = _named(cache, *range(8), *[tokens] * tokens)
-        cache.take_saves()
+        cache.take_copies()
         clock.now_s = 4.0
         _named(cache, 99)
         assert [name for name, each in found.items() if each.entry is None] == [evicted]
@@ -139,10 +141,10 @@ def test_a_grid_evicts_the_least_recently_used():
     clock = _Clock()
     cache = _cache(2, clock, Grid(8))
     first, second = _named(cache, *range(8)), _named(cache, *range(16))
-    cache.take_saves()
+    cache.take_copies()
     clock.now_s = 1.0
     cache.restore(first)
-    cache.take_saves()
+    cache.take_copies()
     _named(cache, *range(24))
     assert first.entry is not None and second.entry is None
 
@@ -152,16 +154,69 @@ def test_equal_tokens_are_kept_once():
     cache = _cache(3, _Clock())
     first = _named(cache, 5, 5)
     _named(cache, 5, 5)
-    assert cache.num_held == 1 and [copy.entry for copy in cache.take_saves()] == [first.entry]
+    assert cache.num_held == 1 and [copy.entry for copy in cache.take_copies()] == [first.entry]
 
 
+def test_states_that_leave_the_device_go_to_the_host():
+    """Also before any plan has copied them; the host evicts what is worth the least, too."""
+    clock = _Clock()
+    cache = _cache(1, clock, Grid(8), num_on_host=2)
+    for tokens in ((1,), (2,), (3,), (4,)):
+        clock.now_s += 1.0
+        _named(cache, *tokens)
+        cache.check_integrity()
+    copies = cache.take_copies()
+    saves = [copy for copy in copies if isinstance(copy, StateCopy)]
+    out = [copy for copy in copies if isinstance(copy, HostStateCopy)]
+    assert len(saves) == 3 and len({copy.host_entry for copy in out}) == len(out) == 2
+    assert copies == (saves[0], out[0], saves[1], out[1], saves[2])
+    assert (cache.num_held, cache.num_on_host) == (1, 2)
+    assert [cache.find(_prefix(token)) is None for token in (1, 2, 3, 4)] == [True] + 3 * [False]
+
+
+def test_a_state_on_the_host_comes_back():
+    """It takes the place of one that is worth less; else its slot gets it from the host alone."""
+    clock = _Clock()
+    cache = _cache(1, clock, num_on_host=2)
+    short, long = _named(cache, 1), _named(cache, *range(40))
+    cache.take_copies()
+    assert (short.entry, long.host_entry) == (None, None)
+    cache.restore(short)
+    assert short.entry is None and cache.take_copies() == ()
+    assert short.host_entry is not None
+    other = _named(cache, *range(50, 52))  # it takes the only entry
+    cache.take_copies()
+    assert long.entry is None and other.entry is not None
+    cache.restore(long)
+    assert long.entry is not None and other.entry is None
+    back = HostStateCopy(long.entry, long.host_entry, goes_out=False)
+    *_, last = cache.take_copies()
+    assert last == back and (cache.num_out, cache.num_in) == (3, 2)
+    cache.check_integrity()
+
+
+def test_a_host_without_memory_is_used_no_longer():
+    """States are evicted as without it."""
+    cache = _cache(1, _Clock(), num_on_host=2)
+    _named(cache, 1)
+    _named(cache, 2)
+    cache.clear()
+    cache.close_host()
+    _named(cache, 3)
+    _named(cache, 4)
+    assert (cache.num_held, cache.num_on_host, cache.num_out) == (1, 0, 1)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("has_host", [False, True])
 @pytest.mark.parametrize("retention", RETENTIONS, ids=lambda each: type(each).__name__)
-def test_random_traces(retention):
-    """Every entry is free or held, and has the newest copy that was asked for."""
+def test_random_traces(retention, has_host):
+    """Every entry is free or held, and has the newest copy that was asked for, on both tiers."""
+    num_in = 0
     for seed in range(20):
         rng, clock = random.Random(seed), _Clock()
-        cache = _cache(rng.randint(1, 6), clock, retention)
-        unread, contents = [], {}
+        cache = _cache(rng.randint(1, 6), clock, retention, has_host * rng.randint(1, 6))
+        unread, contents, on_host = [], {}, {}
         for _ in range(60):
             clock.now_s += rng.random()
             for _ in range(rng.randint(0, 3)):
@@ -181,14 +236,24 @@ def test_random_traces(retention):
             if read is not None:
                 cache.restore(read)
             if rng.random() < 0.05:
-                cache.drop_unsaved()
+                cache.drop_uncopied()
             if rng.random() < 0.02:
                 cache.clear()
-            for copy in cache.take_saves():
-                contents[copy.entry] = copy.slot
-            if read is not None and read.entry is not None:
-                assert contents[read.entry] == _slot(wanted[: read.position]), f"seed {seed}"
+            for copy in cache.take_copies():
+                if isinstance(copy, StateCopy):
+                    contents[copy.entry] = copy.slot
+                elif copy.goes_out:
+                    on_host[copy.host_entry] = contents[copy.entry]
+                else:
+                    contents[copy.entry] = on_host[copy.host_entry]
+            if read is not None and read.is_kept:
+                tiers = (contents.get(read.entry), on_host.get(read.host_entry))
+                kept = [each for each in tiers if each is not None]
+                assert set(kept) == {_slot(wanted[: read.position])}, f"seed {seed}"
+                assert len(kept) == (read.entry is not None) + (read.host_entry is not None)
             cache.check_integrity()
+        num_in += cache.num_in
+    assert (num_in > 0) == has_host
 
 
 def _slot(tokens: tuple[int, ...]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.execution.step_cost import StepWork
+from jaxserve.memory.snapshots import HostStateCopy, StateCopy
 from jaxserve.planning.schedules import DeviceRoofs
 from jaxserve.planning.step_roofline import ModelShape, RooflineCost
 from jaxserve.scheduling.plan import Row
@@ -57,6 +58,14 @@ def test_swapped_pages_pass_the_link():
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     step = plan(_rows(1), swaps_out=((1, 0), (2, 1)))
     assert cost.device_s(StepWork(step, 0, (0,))) == pytest.approx(2.0 + 6.4)
+
+
+def test_states_pass_the_link_too():
+    """Two of the three copies are to the host or from it, of 50 bytes each."""
+    cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4, state_bytes=50.0)
+    saves = (StateCopy(0, 0, 0), HostStateCopy(0, 1, goes_out=True))
+    step = plan(_rows(1), saves=saves, restores=(StateCopy(1, 0, 0), StateCopy(2, 0, 0, True)))
+    assert cost.device_s(StepWork(step, 0, (0,))) == pytest.approx(2.0 + 10.0)
 
 
 def test_query_heads_that_share_keys_halve_what_is_kept():

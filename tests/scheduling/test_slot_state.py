@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,16 @@ POLICIES = [
 ]
 
 
-def state_trace(seed: int, num_snapshots: int = 0, **options: bool) -> Trace:
-    """Return a random trace of a model whose sequences have states."""
+def state_trace(seed: int, num_snapshots: int = 0, num_on_host: int = 0, **options: Any) -> Trace:
+    """Return a random trace of a model whose sequences have states, `num_on_host` on the host."""
     trace = Trace(seed, **options)
     trace.config = replace(
         trace.config,
         has_slot_state=True,
         num_snapshots=num_snapshots,
-        num_host_pages=0,
-        restore="on_admission",
+        num_host_snapshots=num_on_host,
+        num_host_pages=8 * num_on_host,
+        restore="prefetch" if num_on_host % 2 else "on_admission",
     )
     return trace
 
@@ -160,12 +163,61 @@ def test_sequences_begin_with_snapshots(policy, seeds):
     assert num_restored > 0
 
 
+@pytest.mark.parametrize("policy", some(["pensieve", "auto", "exegpt"]))
+@seeds(200, 4)
+def test_states_and_pages_go_to_the_host(policy, seeds):
+    """Requests have the tokens that they have alone; few states fit on the device.
+
+    Some sequences await pages after they got their state, and some are preempted then.
+    """
+    totals = Counter()
+    for seed in seeds:
+        options = dict(with_faults=seed % 2 == 0, incoming_pages=(None, 1, 3)[seed % 3])
+        trace = state_trace(seed, 1 + seed % 2, 1 + seed % 9, with_conversations=True, **options)
+        rates = dict(cancel_rate=0.02, update_rate=0.01) if seed % 3 else {}
+        together = trace.check(PRESETS[policy], **rates)
+        totals.update(trace.counters)
+        totals["awaited"] += trace.num_awaited
+        totals["preempted"] += sum(outcome.num_preemptions for outcome in together.values())
+    names = ("num_snapshots_out", "num_snapshots_in", "num_pages_out", "num_pages_in")
+    assert all(totals[name] for name in names)
+    assert len(seeds) < 200 or min(totals["awaited"], totals["preempted"]) > 0
+
+
+def test_a_preempted_sequence_continues_from_the_host():
+    """Its state was pushed out by another one; nothing is computed again."""
+    config = replace(STATES, num_snapshots=1, num_pages=14, num_host_pages=30)
+    for num_on_host, is_lossless in ((0, False), (4, True)):
+        server = Server(replace(config, num_host_snapshots=num_on_host))
+        server.answer(*((i, *SYSTEM[:15]) for i in range(3)), max_tokens=20)
+        stats = server.engine.stats
+        assert stats.num_preemptions > 0
+        assert (stats.num_recomputed == 0) == is_lossless
+        assert (stats.num_snapshots_in > 0) == is_lossless
+        server.engine.scheduler.check_integrity()
+
+
+def test_a_state_on_the_host_without_its_pages_is_not_used():
+    """The sequence begins with an earlier state, whose pages are cached, or anew."""
+    config = replace(STATES, num_snapshots=1, num_host_snapshots=4, num_host_pages=4)
+    for evicted, start in ((None, 25), (5, 21), (4, 0)):
+        server = Server(config)
+        (history,) = server.answer(SYSTEM)
+        server.answer((7,), max_tokens=1)  # whose state takes the only entry of the device
+        server.engine.evict(history, [] if evicted is None else [evicted])
+        server.answer((*history, 4))
+        assert server.first_rows[0][0] == start
+        assert server.engine.stats.num_snapshots_in == (evicted != 4)
+        server.engine.scheduler.check_integrity()
+
+
 @pytest.mark.release
-def test_snapshots_outlast_other_pools():
+@pytest.mark.parametrize("num_on_host", [0, 5])
+def test_snapshots_outlast_other_pools(num_on_host):
     """Resizes move pages and drop copies that no plan has made; invariants hold after each."""
     num_restored = 0
     for seed in range(60):
-        trace = state_trace(seed, 1 + seed % 7, with_conversations=True)
+        trace = state_trace(seed, 1 + seed % 7, num_on_host, with_conversations=True)
         trace.run(PRESETS["auto"], resize_rate=0.1, recompute_rate=0.02, cancel_rate=0.02)
         num_restored += trace.counters["num_snapshots_restored"]
     assert num_restored > 0

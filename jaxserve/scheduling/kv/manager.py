@@ -17,7 +17,7 @@ from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import SnapshotCache, SnapshotKind, StateCopy
+from jaxserve.memory.snapshots import HostStateCopy, SnapshotCache, SnapshotKind, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
@@ -319,7 +319,9 @@ class KVManager:
         self._free_share = retention.free_share
         self._disk = disk
         self.host = HostPool(config.num_host_pages)
-        swaps = policy.preemption.keeps_state and not retention.uses_host
+        swaps = policy.preemption.keeps_state and not (
+            retention.uses_host or config.has_slot_state  # pages alone continue no state
+        )
         self._swap_space = SwapSpace(self.host if swaps else None, costs, config.max_pages_out)
         self._values = PageValues(
             config.page_size,
@@ -344,7 +346,11 @@ class KVManager:
         self._snapshots = None
         if config.num_snapshots and retention.keeps_pages:
             self._snapshots = SnapshotCache(
-                config.num_snapshots, config.page_size, retention.states, now
+                config.num_snapshots,
+                config.page_size,
+                retention.states,
+                now,
+                config.num_host_snapshots if retention.uses_host else 0,
             )
         self._prefixes = PrefixCacheManager(
             self._cache,
@@ -357,6 +363,8 @@ class KVManager:
             holds=None if retention.holding is None else Holds(retention.holding, now),
             now=now,
         )
+        # The pages of a context are of no use to another engine without its state.
+        host_memory = None if config.has_slot_state else host_memory
         self.transfer = PageTransfer(
             self._cache, host_memory, self.weights, self._keys_of, self._sizes, now
         )
@@ -380,6 +388,8 @@ class KVManager:
         return {
             "num_snapshots_saved": 0 if snapshots is None else snapshots.num_saved,
             "num_snapshots_restored": 0 if snapshots is None else snapshots.num_restored,
+            "num_snapshots_out": 0 if snapshots is None else snapshots.num_out,
+            "num_snapshots_in": 0 if snapshots is None else snapshots.num_in,
             "num_outgrown": self.num_outgrown,
             "num_pages_out": swapped.num_pages_out + self._cache.num_pages_out,
             "num_pages_in": swapped.num_pages_in + self._cache.incoming.num_taken,
@@ -597,12 +607,15 @@ class KVManager:
 
     def state_copies(
         self, admitted: Iterable[Sequence]
-    ) -> tuple[tuple[StateCopy, ...], tuple[StateCopy, ...]]:
-        """Return the next plan's copies of states: from slots, and to those of `admitted`."""
+    ) -> tuple[tuple[StateCopy | HostStateCopy, ...], tuple[StateCopy, ...]]:
+        """Return the next plan's copies of states: those before and those after its other edits.
+
+        These are the copies from slots and between tiers, and those to the slots of `admitted`.
+        """
         if self._snapshots is None:
             return (), ()
         restores = self._prefixes.restores(admitted)
-        saves = self._snapshots.take_saves()
+        saves = self._snapshots.take_copies()
         self._prefixes.save_reached()
         return saves, restores
 
@@ -626,7 +639,7 @@ class KVManager:
         """
         self._swap_space.drop_unsaved()
         if self._snapshots is not None:
-            self._snapshots.drop_unsaved()
+            self._snapshots.drop_uncopied()
         self._cache.drop_uncopied()
         self._cache.shrink(num_pages)
         return fewest_moves(self._cache.pool.held, num_pages)
@@ -662,6 +675,12 @@ class KVManager:
         if self._snapshots is not None:
             self._snapshots.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
+
+    def close_host(self) -> None:
+        """Use the host's memory no longer, after `clear`."""
+        self.host.close()
+        if self._snapshots is not None:
+            self._snapshots.close_host()
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that are on the device and in no sequence."""

@@ -175,7 +175,7 @@ class PrefixCacheManager:
                 cached = self._find(sequence)
                 if any(page.device_page is None for page in cached):
                     self._continue(cached)
-            elif self._sizes is not None:  # it comes at its admission
+            elif self._needs_prefix:  # it comes at its admission
                 continue
             else:
                 cached = self._find_some(sequence)
@@ -222,7 +222,7 @@ class PrefixCacheManager:
         kv.branch_point = self._branch_point(sequence, leading, snapshot)
         if snapshot is not None and snapshot.tail:
             num_pages += 1
-        if self._sizes is not None:
+        if self._needs_prefix:
             self._cache.hold_on_host(set(cached))
         has_begun = kv.table.begin(num_tokens, shared, num_pages)
         self._cache.hold_on_host(())
@@ -491,10 +491,12 @@ class PrefixCacheManager:
             kv, snapshot = sequence.kv, sequence.kv.restores
             if snapshot is None:
                 continue
-            assert sequence.slot is not None and snapshot.entry is not None
+            is_on_host = snapshot.entry is None
+            entry = snapshot.host_entry if is_on_host else snapshot.entry
+            assert sequence.slot is not None and entry is not None
             index, num_in_page = divmod(snapshot.position, self._page_size)
             page = kv.table.page(index) if num_in_page else NULL_PAGE
-            copies.append(StateCopy(sequence.slot, page, snapshot.entry))
+            copies.append(StateCopy(sequence.slot, page, entry, is_on_host))
             kv.restores = None
         return tuple(copies)
 
