@@ -453,6 +453,7 @@ def check_host_pages(prefilling: Sequence[Started], decoding: Sequence[Started])
         if not any(each.num_host_pages for each in started):
             raise InvalidConfigError(
                 f"no {role!r} replica has pages of host memory, through which KV goes from one to "
-                "another, so every prompt would be computed twice; models with recurrent layers "
-                "have none, so omit roles for them, and pass a larger host_memory for others"
+                "another, so every prompt would be computed twice; those of models with recurrent "
+                "layers are not sent, so omit roles for them, and pass a larger host_memory for "
+                "others"
             )

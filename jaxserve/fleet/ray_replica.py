@@ -198,14 +198,16 @@ class ReplicaActor:
         while not runtime.is_ready():
             await asyncio.sleep(_READY_POLL_S)
         self._load = partial(load_weights, runtime.options, dtype=options.get("dtype"), mesh=mesh)
+        config = runtime.config
         return Started(
             pid=os.getpid(),
             host=platform.node(),
-            max_context=runtime.config.max_context,
+            max_context=config.max_context,
             max_length=runtime.max_length,
-            max_prompt_tokens=runtime.config.max_prompt_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
             model_config=runtime.model_config,
-            num_host_pages=runtime.config.num_host_pages,
+            # Pages without the states of recurrent layers are not sent.
+            num_host_pages=0 if config.has_slot_state else config.num_host_pages,
         )
 
     async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
