@@ -32,7 +32,7 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
         *("positions", "page", "offset", "rows", "plan", "adapter"),
         *("cross_rows", "distance_bias", "slot", "valid"),
     ),
-    meta_fields=("max_query_length", "implementation", "places"),
+    meta_fields=("max_query_length", "implementation", "is_proposed", "places"),
 )
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -44,7 +44,7 @@ class AttentionBatch:
     page: Int32[Array, " tokens *tables"] | None
     offset: Int32[Array, " tokens"] | None
     rows: Rows  # which keys each token sees; `models.attention` makes them
-    max_query_length: int | None  # static; 1 for a pure decode batch, None otherwise
+    max_query_length: int | None  # static bound, 1 for a pure decode batch; None if not known
     plan: Plan | None = None  # the plan of the rows, for kernels that use one
     # The implementation of attention, and of the write if one has this name; None for the
     # platform's choice.
@@ -59,6 +59,8 @@ class AttentionBatch:
     slot: Int32[Array, " rows"] | None = None
     # Whether each token counts; products leave the others out if they can. None: all count.
     valid: Bool[Array, " tokens"] | None = None
+    # Whether some tokens may not count in the end: recurrent layers leave their states as they are.
+    is_proposed: bool = False
     # The page table and the cache's buffer of each layer with keys and values; empty if one table
     # serves all layers and each has its own buffer (`PageLayout`).
     places: tuple[tuple[int, int], ...] = ()
@@ -135,6 +137,9 @@ class KVCache:
     states: Mapping[str, tuple[Shaped[Array, "layers slots ..."], ...]] = field(
         default_factory=dict
     )
+    # After a batch that `is_proposed`, the inputs of each call of `recur`, for
+    # `Decoder.with_states`; those of scanned layers are stacked.
+    inputs: tuple[Inputs, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -163,7 +168,8 @@ class KVCache:
                 name: (*each[:index], *part.states[name], *each[index + 1 :])
                 for name, each in self.states.items()
             }
-            new = replace(new, states=states)
+            inputs = (*self.inputs, *part.inputs)
+            new = replace(new, states=states, inputs=inputs)
         return new
 
     def buffer(self, index: int) -> KVCache:
@@ -175,7 +181,7 @@ class KVCache:
             (*leaves[:index], *new, *leaves[index + 1 :])
             for leaves, new in zip(self._fields, part._fields, strict=True)
         )
-        return KVCache(*replaced, states=self.states)
+        return KVCache(*replaced, states=self.states, inputs=self.inputs)
 
     def with_pages(
         self, layer: int | Int32[Array, ""], target: Int32[Array, " count"], values: KVCache
@@ -266,7 +272,10 @@ class KVCache:
         batch: AttentionBatch,
         names: Collection[str],  # of the state's arrays that `advance` reads and returns
     ) -> tuple[Float[Array, "tokens ..."], KVCache]:
-        """Advance a batch's sequences in a recurrent layer; return outputs and the new cache."""
+        """Advance a batch's sequences in a recurrent layer; return outputs and the new cache.
+
+        A batch that `is_proposed` adds the inputs to the cache, and changes no state.
+        """
         assert batch.slot is not None, "a batch of a model without recurrent layers"
         buffer, index = (0, layer) if len(self.states[min(names)]) == 1 else (layer, 0)
         if not isinstance(buffer, int):
@@ -278,8 +287,11 @@ class KVCache:
             index,
             batch.slot,
             batch.rows,
-            is_decode=batch.max_query_length == 1,
+            most=batch.max_query_length,
+            writes=not batch.is_proposed,
         )
+        if batch.is_proposed:
+            return out, replace(self, inputs=(*self.inputs, inputs))
         states = {
             name: (*each[:buffer], own[name], *each[buffer + 1 :]) if name in own else each
             for name, each in self.states.items()

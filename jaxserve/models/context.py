@@ -65,10 +65,11 @@ class LayerContext(Protocol):
         """Return attention for queries over the keys and values of this layer's `kv_sources`."""
         ...
 
-    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, arrays: Arrays, inputs: Inputs) -> Float[Array, "tokens ..."]:
         """Return the outputs of `advance`, called for runs of tokens of one sequence each.
 
-        `arrays` are those of the state that `advance` reads and returns.
+        `arrays` are those of the state that `advance` reads and returns. The mixer has both in
+        `advances`.
         """
         ...
 
@@ -149,7 +150,7 @@ class PagedContext:
             scale=scale,
         )
 
-    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, arrays: Arrays, inputs: Inputs) -> Float[Array, "tokens ..."]:
         out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch, arrays)
         return out
 
@@ -280,7 +281,7 @@ class WholeContext:
         qkv = jnp.concatenate([q, self._source._kv], axis=2)
         return self.attend(qkv, scale=scale, soft_cap=None)
 
-    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, arrays: Arrays, inputs: Inputs) -> Float[Array, "tokens ..."]:
         return advance_whole(advance, inputs, self._length, arrays)
 
     def cross(self) -> CrossContext:

@@ -16,7 +16,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Arrays, Inputs, State
+from jaxserve.models.recurrence import Advances, Arrays, Inputs, State
 from jaxserve.models.weights import Weight
 from jaxserve.sharding.shards import whole
 
@@ -107,13 +107,17 @@ class GatedConvolution(nnx.Module):
         self.bproject = new.zeros((None, None), (3, channels)) if sizes.has_bias else None
         self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
 
+    @property
+    def advances(self) -> Advances:
+        return ((self._advance, self.sizes.arrays(self.dtype)),)
+
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """Return the mixer's addition to the residual stream, for `x` after the norm."""
         projected = whole(Linear(self.project, self.bproject)(x, context.adapter))
         b, c, x = projected[:, 0], projected[:, 1], projected[:, 2]
-        y = context.recur(self._advance, {"inputs": b * x}, self.sizes.arrays(self.dtype))
+        y = context.recur(*self.advances[0], {"inputs": b * x})
         gated = (c.astype(jnp.float32) * y).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, context.adapter)
 

@@ -27,7 +27,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import CausalConvolution, check_kernel_size
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
+from jaxserve.models.recurrence import Advances, Arrays, Inputs, State, computed_once
 from jaxserve.sharding.shards import whole
 
 _LENGTH_EPS = 1e-6  # the number that is added to the square of a length
@@ -110,6 +110,10 @@ class DeltaRuleMixer(nnx.Module):
         self.a_log = wide.zeros((None, None), heads)
         self.step_bias = wide.ones((None, None), heads)
 
+    @property
+    def advances(self) -> Advances:
+        return ((self._advance, self.sizes.arrays(self.dtype)),)
+
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
@@ -118,7 +122,7 @@ class DeltaRuleMixer(nnx.Module):
         projected = whole(Linear(self.project)(x, context.adapter))
         qkv, gate = whole(jnp.split(projected, [sizes.channels], axis=-1))
         inputs = {"qkv": qkv, "rates": Linear(self.rates)(x, context.adapter)}
-        y = context.recur(self._advance, inputs, sizes.arrays(self.dtype))
+        y = context.recur(*self.advances[0], inputs)
         return Linear(self.out)(self._gated_norm(y, gate), context.adapter)
 
     def _gated_norm(

@@ -143,7 +143,7 @@ class EncoderContext:
     ) -> Float[Array, "tokens q_heads head_dim"]:
         raise NotImplementedError("encoders whose layers share keys and values")
 
-    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, arrays: Arrays, inputs: Inputs) -> Float[Array, "tokens ..."]:
         raise NotImplementedError("encoders with recurrent layers")
 
     def cross(self) -> CrossContext:

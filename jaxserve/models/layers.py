@@ -174,6 +174,7 @@ class Block(nnx.Module):
     norm_class: ClassVar[type[Norm] | None] = None  # by default the one of `norm_kind`
     attention_class: ClassVar[type[Sublayer]] = Attention
     mlp_class: ClassVar[type[Sublayer] | None] = None  # by default gated or not, by `is_gated`
+    mixer: Any  # the `recurrence.Mixer` of a layer with states
 
     def __init__(
         self, config: DecoderConfig, new: ParamMaker, *, mlp_class: type[Sublayer] | None = None
@@ -240,7 +241,7 @@ class RecurrentBlock(Block):
         assert config.recurrence is not None, "a model without recurrent layers"
         self.residual_scale = config.residual_scale
         self.mixer_norm = self.new_norm(config, new)
-        self.mixer: Any = config.recurrence.mixer(config, new)
+        self.mixer = config.recurrence.mixer(config, new)
         self.mlp_norm = self.new_norm(config, new)
         self.mlp = self.new_mlp(config, new, mlp_class)
 

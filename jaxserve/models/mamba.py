@@ -27,7 +27,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.convolution import CausalConvolution, check_kernel_size, convolution_weights
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Arrays, Inputs, State, computed_once
+from jaxserve.models.recurrence import Advances, Arrays, Inputs, State, computed_once
 from jaxserve.models.weights import Weight
 from jaxserve.sharding.shards import whole
 
@@ -115,6 +115,10 @@ class Mamba2Mixer(nnx.Module):
         has_out_bias = sizes.has_bias if sizes.has_out_bias is None else sizes.has_out_bias
         self.bout = new.zeros(("embed",), (embed,)) if has_out_bias else None
 
+    @property
+    def advances(self) -> Advances:
+        return ((self._advance, self.sizes.arrays(self.dtype)),)
+
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
@@ -128,7 +132,7 @@ class Mamba2Mixer(nnx.Module):
             projected = (projected.astype(jnp.float32) * factors).astype(self.dtype)
         borders = [sizes.inner, sizes.inner + sizes.channels]
         gate, inputs, step = whole(jnp.split(projected, borders, axis=-1))
-        y = context.recur(self._advance, {"inputs": inputs, "step": step}, sizes.arrays(self.dtype))
+        y = context.recur(*self.advances[0], {"inputs": inputs, "step": step})
         gated = self._gated_norm(y, gate.astype(jnp.float32)).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, context.adapter)
 

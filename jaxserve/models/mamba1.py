@@ -26,7 +26,7 @@ from jaxserve.models.convolution import CausalConvolution, check_kernel_size, co
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import RMSNorm, UnitRMSNorm
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.recurrence import Arrays, Inputs, State
+from jaxserve.models.recurrence import Advances, Arrays, Inputs, State
 from jaxserve.models.weights import Weight
 from jaxserve.sharding.shards import whole
 
@@ -108,6 +108,12 @@ class Mamba1Mixer(nnx.Module):
                 RMSNorm(own, new) if sizes.norm == "scaled" else UnitRMSNorm(own) for own in owns
             )
 
+    @property
+    def advances(self) -> Advances:
+        # The convolution advances its window, and then the scan its memory.
+        window, memory = ({name: own} for name, own in self.sizes.arrays(self.dtype).items())
+        return (self._convolve, window), (self._scan, memory)
+
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
@@ -115,15 +121,14 @@ class Mamba1Mixer(nnx.Module):
         sizes, adapter = self.sizes, context.adapter
         projected = whole(Linear(self.project, self.bproject)(x, adapter))
         x, gate = whole(jnp.split(projected, 2, axis=-1))
-        # The convolution advances its window, and then the scan its memory.
-        window, memory = ({name: own} for name, own in sizes.arrays(self.dtype).items())
-        x = whole(context.recur(self._convolve, {"x": x}, window).astype(self.dtype))
+        convolve, scan = self.advances
+        x = whole(context.recur(*convolve, {"x": x}).astype(self.dtype))
         borders = (sizes.step_rank, sizes.step_rank + sizes.state_size)
         step, b, c = jnp.split(Linear(self.select)(x, adapter), borders, axis=-1)
         if sizes.norm is not None:
             step, b, c = self.step_norm(step), self.b_norm(b), self.c_norm(c)
         inputs = {"x": x, "step": Linear(self.step)(step, adapter), "b": b, "c": c}
-        y = context.recur(self._scan, inputs, memory)
+        y = context.recur(*scan, inputs)
         gated = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(self.dtype)
         return Linear(self.out, self.bout)(gated, adapter)
 

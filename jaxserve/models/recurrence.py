@@ -8,8 +8,8 @@ how one sequence advances (`Advance`); the functions here do that for the rows o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,27 @@ Advance = Callable[[State, Inputs, Int32[Array, ""]], tuple[Float[Array, "tokens
 # Shape and dtype of each array of one sequence's state in one layer.
 Arrays = Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]
 
+# Each `Advance` of a layer, with the arrays of the state that it reads and returns.
+Advances = Sequence[tuple[Advance, Arrays]]
+
+
+class Mixer(Protocol):
+    """The part of a recurrent layer that mixes tokens: the block's `mixer`."""
+
+    @property
+    def advances(self) -> Advances:
+        """Return what a call gives to `LayerContext.recur` with its inputs, in this order."""
+        ...
+
+    def __call__(self, x: Float[Array, "tokens embed"], context: Any) -> Any:
+        """Return the mixer's addition to the residual stream, for `x` after the norm."""
+        ...
+
 
 class Recurrence(Protocol):
     """The sizes of a kind of recurrent layer: frozen and hashable."""
 
-    def mixer(self, config: Any, new: Any) -> Any:
+    def mixer(self, config: Any, new: Any) -> Mixer:
         """Return the part of a layer that mixes tokens (`layers.RecurrentBlock`)."""
         ...
 
@@ -62,19 +78,22 @@ def advance_rows(
     slot: Int32[Array, " rows"],  # of each row; no two rows with tokens have the same one
     rows: Rows,
     *,
-    is_decode: bool,  # whether no row has more than one token
+    most: int | None = None,
+    writes: bool = True,
     longest: int = PIECE,  # maximum number of tokens of a piece
     group: int = GROUP,
     in_turn: bool | None = None,
 ) -> tuple[Float[Array, "tokens ..."], State]:
     """Advance the sequence of each row by the row's tokens, from zeros if it begins at position 0.
 
-    The rows of a decode batch are computed together. In other batches, rows of one token are
+    Rows of at most `most` tokens are computed together. In other batches, rows of one token are
     computed group by group, and longer rows one after another, in pieces. Only their states are
     read and written.
 
     Args:
-      group: maximum number of one-token rows that are computed together, unless `is_decode`.
+      most: the largest number of tokens of a row, such as 1 in a decode batch; None for any.
+      writes: False returns the states as they were, which needs `most`.
+      group: maximum number of one-token rows that are computed together, without `most`.
       in_turn: whether rows of one token are computed one after another, too; None for the
         platform's choice.
 
@@ -82,9 +101,9 @@ def advance_rows(
       The outputs, zeros for tokens of no row, and the states after the rows. Slots without tokens
       keep their states.
     """
+    assert writes or most is not None, "a row of several pieces needs the states between them"
     num_tokens = jax.tree.leaves(inputs)[0].shape[0]
-    piece = min(longest, num_tokens)
-    begins = rows.first_position == 0
+    piece = most or min(longest, num_tokens)
     shape = jax.eval_shape(
         advance,
         {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in states.items()},
@@ -92,23 +111,29 @@ def advance_rows(
         jax.ShapeDtypeStruct((), jnp.int32),
     )[0]
     outputs = jnp.zeros((num_tokens, *shape.shape[1:]), shape.dtype)
-    is_single = rows.query_length == 1
     if in_turn is None:
         sizes = [math.prod(leaf.shape[2:]) for leaf in states.values()]
         in_turn = dispatch.target_platform() == "cpu" and sum(sizes) > _SMALL
+    length = rows.query_length
+    runs = _Runs(slot, rows.query_start, length, rows.first_position == 0)
+    if most is not None:
+        run = _advance_in_turn if in_turn else _advance_together
+        return run(advance, inputs, outputs, states, layer, runs, piece, writes=writes)
+    long = runs._replace(length=jnp.where(length > 1, length, 0))
+    state = _advance_in_turn(advance, inputs, outputs, states, layer, long, piece)
+    single = runs._replace(length=jnp.where(length == 1, 1, 0))
     if in_turn:
-        state = outputs, states
-        if not is_decode:
-            state = _advance_in_turn(advance, inputs, *state, layer, slot, rows, begins, piece)
-        return _advance_in_turn(advance, inputs, *state, layer, slot, rows, begins, 1)
-    if is_decode:
-        return _advance_together(
-            advance, inputs, outputs, states, layer, slot, rows.query_start, begins, is_single
-        )
-    outputs, states = _advance_in_turn(
-        advance, inputs, outputs, states, layer, slot, rows, begins, piece
-    )
-    return _advance_single(advance, inputs, outputs, states, layer, slot, rows, begins, group)
+        return _advance_in_turn(advance, inputs, *state, layer, single, 1)
+    return _advance_single(advance, inputs, *state, layer, single, group)
+
+
+class _Runs(NamedTuple):
+    """Tokens of some rows, none if `length` is 0; a row begins a sequence, or continues it."""
+
+    slot: Int32[Array, " rows"]
+    start: Int32[Array, " rows"]
+    length: Int32[Array, " rows"]
+    begins: Bool[Array, " rows"]
 
 
 def advance_whole(
@@ -163,25 +188,21 @@ def _advance_single(
     outputs: Float[Array, "tokens ..."],
     states: State,
     layer: int | Int32[Array, ""],
-    slot: Int32[Array, " rows"],
-    rows: Rows,
-    begins: Bool[Array, " rows"],
+    runs: _Runs,
     group: int,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance the rows that have one token, group by group."""
-    num_rows = slot.shape[0]
+    """Advance the rows that have a token, one each, group by group."""
+    num_rows = runs.slot.shape[0]
     size = min(group, num_rows, outputs.shape[0])
-    is_single = rows.query_length == 1
-    num_single = jnp.sum(is_single)
-    # Rows of one token come first; the last group is filled with row 0.
-    (order,) = jnp.nonzero(is_single, size=-(-num_rows // size) * size, fill_value=0)
+    num_single = jnp.sum(runs.length)
+    # Rows with a token come first; the last group is filled with row 0.
+    (order,) = jnp.nonzero(runs.length, size=-(-num_rows // size) * size, fill_value=0)
 
     def one(index: Int32[Array, ""], carry: tuple[Any, State]) -> tuple[Any, State]:
         row = lax.dynamic_slice_in_dim(order, index * size, size)
         is_there = index * size + jnp.arange(size) < num_single
-        return _advance_together(
-            advance, inputs, *carry, layer, slot[row], rows.query_start[row], begins[row], is_there
-        )
+        some = jax.tree.map(lambda x: x[row], runs)._replace(length=is_there.astype(jnp.int32))
+        return _advance_together(advance, inputs, *carry, layer, some, 1)
 
     return lax.fori_loop(0, -(-num_single // size), one, (outputs, dict(states)))
 
@@ -192,19 +213,27 @@ def _advance_together(
     outputs: Float[Array, "tokens ..."],
     states: State,
     layer: int | Int32[Array, ""],
-    slot: Int32[Array, " rows"],
-    start: Int32[Array, " rows"],
-    begins: Bool[Array, " rows"],
-    is_single: Bool[Array, " rows"],
+    runs: _Runs,  # of at most `piece` tokens
+    piece: int,
+    *,
+    writes: bool = True,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance rows by their token at `start`, if they have one."""
+    """Advance all rows at once."""
+    slot, start, length, begins = runs
     own = {name: _begun(leaf[layer, slot], begins) for name, leaf in states.items()}
-    token = {name: x[start][:, None] for name, x in inputs.items()}
-    out, own = jax.vmap(advance)(own, token, is_single.astype(jnp.int32))
-    target = jnp.where(is_single, start, outputs.shape[0])
-    outputs = outputs.at[target].set(out[:, 0], mode="drop")
+    place = start[:, None] + jnp.arange(piece)
+    is_there = jnp.arange(piece) < length[:, None]
+
+    def there(x: Shaped[Array, "tokens ..."]) -> Shaped[Array, "rows piece ..."]:
+        mask = is_there.reshape(*is_there.shape, *[1] * (x.ndim - 1))
+        return jnp.where(mask, x[jnp.minimum(place, len(x) - 1)], jnp.zeros((), x.dtype))
+
+    out, own = jax.vmap(advance)(own, {name: there(x) for name, x in inputs.items()}, length)
+    outputs = outputs.at[jnp.where(is_there, place, len(outputs))].set(out, mode="drop")
+    if not writes:
+        return outputs, states
     return outputs, {
-        name: leaf.at[layer, jnp.where(is_single, slot, leaf.shape[1])].set(own[name], mode="drop")
+        name: leaf.at[layer, jnp.where(length > 0, slot, leaf.shape[1])].set(own[name], mode="drop")
         for name, leaf in states.items()
     }
 
@@ -215,15 +244,14 @@ def _advance_in_turn(
     outputs: Float[Array, "tokens ..."],
     states: State,
     layer: int | Int32[Array, ""],
-    slot: Int32[Array, " rows"],
-    rows: Rows,
-    begins: Bool[Array, " rows"],
+    runs: _Runs,
     piece: int,
+    *,
+    writes: bool = True,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance the rows of several tokens piece by piece, or with `piece` 1 those of one token."""
+    """Advance one row after another, piece by piece."""
+    slot, query_start, length, begins = runs
     num_tokens = outputs.shape[0]
-    is_own = rows.query_length == 1 if piece == 1 else rows.query_length > 1
-    length = jnp.where(is_own, rows.query_length, 0)
     num_pieces = -(-length // piece)
     ends = jnp.cumsum(num_pieces)
     # The last piece may extend past the end of the batch.
@@ -233,7 +261,7 @@ def _advance_in_turn(
         outputs, states = carry
         row = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         offset = (index - (ends[row] - num_pieces[row])) * piece
-        start = rows.query_start[row] + offset
+        start = query_start[row] + offset
         count = jnp.minimum(length[row] - offset, piece)
         is_inside = jnp.arange(piece) < count
 
@@ -255,7 +283,10 @@ def _advance_in_turn(
         own = {name: computed_once(_begun(leaf, is_first)) for name, leaf in own.items()}
         out, own = advance(own, tokens, count)
         out = inside(out, lax.dynamic_slice_in_dim(outputs, start, piece))
-        return lax.dynamic_update_slice_in_dim(outputs, out, start, 0), {
+        outputs = lax.dynamic_update_slice_in_dim(outputs, out, start, 0)
+        if not writes:
+            return outputs, states
+        return outputs, {
             name: lax.dynamic_update_slice(leaf, own[name][None, None], places[name])
             for name, leaf in states.items()
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +46,13 @@ def _rows(lengths: list[int], first: list[int]) -> Rows:
 
 
 @pytest.mark.parametrize("seed", some(range(3)))
-@pytest.mark.parametrize("is_decode", [False, True])
+@pytest.mark.parametrize("most", [None, 1, 9])
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_rows_advance_their_slots(seed, is_decode, in_turn):
+def test_rows_advance_their_slots(seed, most, in_turn):
     """Outputs and states are those of token by token; other slots, and padding, have no effect."""
     rng = np.random.default_rng(seed)
-    lengths = [1, 1, 0, 1] if is_decode else [int(rng.integers(5, 12)), 1, 17, 0]
+    longest = int(rng.integers(5, 12))
+    lengths = {None: [longest, 1, 17, 0], 1: [1, 1, 0, 1], 9: [longest - 3, 1, 9, 0]}[most]
     slots = rng.permutation(SLOTS)[: len(lengths)].tolist()
     first = [0 if i == seed else int(rng.integers(1, 9)) for i in range(len(lengths))]
     states = rng.normal(size=(2, SLOTS, WIDTH)).astype(np.float32)
@@ -58,19 +61,23 @@ def test_rows_advance_their_slots(seed, is_decode, in_turn):
     x[sum(lengths) :] = np.nan
     rows = _rows(lengths, first)
     slot = jnp.asarray([*slots, *[0] * (SLOTS - len(slots))], jnp.int32)
-    got, new = jax.jit(
-        lambda states: advance_rows(
+
+    @partial(jax.jit, static_argnames="writes")
+    def advanced(states, *, writes):
+        return advance_rows(
             _advance,
             {"x": jnp.asarray(x)},
             {"h": states},
             jnp.int32(1),
             slot,
             rows,
-            is_decode=is_decode,
+            most=most,
+            writes=writes,
             longest=4,
             in_turn=in_turn,
         )
-    )(jnp.asarray(states))
+
+    got, new = advanced(jnp.asarray(states), writes=True)
     wanted = states.copy()
     at = 0
     for length, own, position in zip(lengths, slots, first, strict=True):
@@ -82,6 +89,10 @@ def test_rows_advance_their_slots(seed, is_decode, in_turn):
         at += length
     np.testing.assert_array_equal(got[at:], 0)
     np.testing.assert_allclose(new["h"], wanted, rtol=1e-4, atol=1e-4)
+    if most is not None:
+        same, old = advanced(jnp.asarray(states), writes=False)
+        np.testing.assert_array_equal(same, got)
+        np.testing.assert_array_equal(old["h"], states)
 
 
 @pytest.mark.parametrize("lengths", some([[12, 5], [12, 1, 1, 0, 1], [1] * 5], 1))
@@ -109,7 +120,6 @@ def test_a_mixed_batch_advances_its_rows_alone(lengths):
             0,
             jnp.asarray(slots),
             rows,
-            is_decode=False,
             longest=4,
             group=2,
             in_turn=False,

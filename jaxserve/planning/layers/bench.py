@@ -157,7 +157,7 @@ class _WithoutAttention:
     ) -> Float[Array, "tokens q_heads head_dim"]:
         return q.reshape(len(q), -1, q.shape[-1])
 
-    def recur(self, advance: Advance, inputs: Inputs, arrays: Arrays) -> Float[Array, "tokens ..."]:
+    def recur(self, advance: Advance, arrays: Arrays, inputs: Inputs) -> Float[Array, "tokens ..."]:
         raise NotImplementedError("layers with a state, which the planner does not measure")
 
     def cross(self) -> Any:
