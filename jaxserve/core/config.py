@@ -178,6 +178,11 @@ class EngineConfig:
         return num_in_tiles if num_in_tiles > 0 else self.num_proposed
 
     @property
+    def proposes_on_host(self) -> bool:
+        """Whether mixed steps have proposals, as rows of their own; a state has only one row."""
+        return self.num_proposed > 0 and not self.has_slot_state
+
+    @property
     def speculating_buckets(self) -> tuple[int, ...]:
         """Compiled sizes of the decode windows that speculate, in every variant; may be empty.
 

@@ -184,7 +184,7 @@ class Constraints:
         """Return a running sequence's even share of a step's proposals."""
         running, config = self._scheduler.running, self._scheduler.config
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
-        if most < 1:  # with many sequences, or without speculation
+        if most < 1 or not config.proposes_on_host:  # with many sequences, or without speculation
             return 0
         keys = [each.key for each in running if each.key in self._matched and each.awaits_tokens]
         share, num_left = divmod(most, len(keys))

@@ -72,6 +72,10 @@ class Setting:
         return {column: name for column, (applies, name) in columns.items() if applies}
 
 
+def _has_states(setting: Setting) -> bool:
+    return bool(setting.model_config and setting.model_config.num_recurrent_layers)
+
+
 @final
 @dataclass(frozen=True)
 class Exclusion:
@@ -106,10 +110,10 @@ TABLE = (
         "speculation='lookup' without draft_model",
     ),
     Exclusion(
-        lambda setting: setting.options.speculation == "lookup",
-        ("recurrent",),
-        "speculation={options.speculation!r} is not supported for {name}, whose states cannot go "
-        "back; omit it, or serve a decoder with attention alone",
+        lambda setting: setting.options.speculation and _has_states(setting),
+        ("stages",),
+        "speculation={options.speculation!r} is not supported for a model with recurrent layers "
+        "that is cut into {name}; omit it, or pass a mesh without stages",
     ),
     Exclusion(
         lambda setting: setting.options.quantize is not None,
@@ -130,7 +134,7 @@ TABLE = (
         "served by several processes; omit the probe",
     ),
     Exclusion(
-        lambda setting: setting.model_config and setting.model_config.num_recurrent_layers,
+        lambda setting: _has_states(setting),
         ("groups",),
         "{name} for a model with recurrent layers, whose states are not handed over; omit mesh, or "
         "pass one for both prompts and answers",

@@ -246,7 +246,7 @@ class DeviceWarmup:
             for num_rows in head_sizes(self._config, variant, has_masks=True):
                 name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
                 yield name, partial(self._head, variant, num_rows, masked=True)
-                if self._config.num_proposed and num_rows > 1:
+                if self._config.proposes_on_host and num_rows > 1:
                     yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
 
     def _variant(self, variant: Variant, part: slice) -> Iterator[WarmupStep]:

@@ -280,7 +280,7 @@ class SimulatedExecutor(Executor):
         """
         prefilled, decoded = 0, []
         # Number of tokens that each row still delivers; a row that delivers none is computed too.
-        left = [self._num_accepted(row) for row in plan.rows]
+        left = [self._num_accepted(row, plan) for row in plan.rows]
         for iteration in range(plan.num_iterations):
             if plan.is_decode_loop and all(self._slots[row.slot].is_inert for row in plan.rows):
                 break
@@ -346,13 +346,19 @@ class SimulatedExecutor(Executor):
             raise AssertionError("a sampling row must end at the newest token")
         return start
 
-    def _num_accepted(self, row: Row) -> int:
-        """Return the number of tokens that a row delivers unless its answer ends."""
+    def _num_accepted(self, row: Row, plan: StepPlan) -> int:
+        """Return the number of tokens that a row delivers unless its answer ends.
+
+        States go on with every iteration, so that only proposals are refused.
+        """
+        least = 0
+        if self.config.has_slot_state:
+            least = plan.num_iterations if plan.num_proposed else row.max_new_tokens
         if self._accepted is None or not row.samples:
             return row.max_new_tokens
         slot = self._slots[row.slot]
         num = self._accepted(slot.request, slot.sample_index, len(slot.tokens))
-        return min(row.max_new_tokens, max(0, num))
+        return min(row.max_new_tokens, max(least, num))
 
     def _sample(self, slot: _Slot, index: int, result: StepResult) -> None:
         if self._has_fault(slot):

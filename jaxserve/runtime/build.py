@@ -495,12 +495,16 @@ def load_drafter(
 
 
 def _check(draft: DecoderConfig, served: DecoderConfig, options: RuntimeOptions) -> None:
-    for name, each in (("the draft model", draft), ("a model with a draft model", served)):
-        if each.has_encoder or each.num_recurrent_layers:
-            raise InvalidConfigError(
-                f"{name} must be a decoder with attention alone, without an encoder and recurrent "
-                "layers; pass another one, or omit draft_model"
-            )
+    if draft.has_encoder or draft.num_recurrent_layers:
+        raise InvalidConfigError(
+            "the draft model must be a decoder with attention alone, without an encoder and "
+            "recurrent layers; pass another one, or omit draft_model"
+        )
+    if served.has_encoder or not served.num_attention_layers:
+        raise InvalidConfigError(
+            "a model with a draft model must be a decoder with layers of attention, whose pages "
+            "the draft model shares; omit draft_model, or pass speculation='lookup'"
+        )
     if (draft.vocab_size, draft.dtype) != (served.vocab_size, served.dtype):
         raise InvalidConfigError(
             f"the draft model has {draft.vocab_size} tokens in {draft.dtype}, and the model "

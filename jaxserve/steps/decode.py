@@ -4,6 +4,7 @@ A loop may speculate: an iteration computes the newest token of each row and som
 tokens after it (`steps.proposals`), and chooses the next token after each of them. While a choice
 equals the proposal, the choice after it counts as well. So greedy and drawn tokens are those of a
 loop that does not speculate. Before each iteration the device decides whether proposals pay.
+Recurrent layers advance by the tokens that count once these are chosen (`Decoder.with_states`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.kernels.dispatch import only_rows
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
 from jaxserve.steps import slots as slot_edits
@@ -122,10 +122,11 @@ def attention_of(
         valid=block.valid,
         rows=rows,
         plan=attention_plan,
-        max_query_length=1 if proposed is None else None,
+        max_query_length=1 if proposed is None else 1 + proposed.shape[1],
         cross_rows=cross_rows,
         slot=window.slot,
         adapter=None if window.adapter is None else window.adapter[block.row],
+        is_proposed=proposed is not None,
     )
     if inputs is None:
         inputs = slots.tokens[window.slot, newest][block.row]
@@ -311,18 +312,12 @@ def decode_loop(
             )
             draft = replace(draft, tokens=drafted)
         block = block_of(live, proposed, num_proposed)
-        hidden, cache, read = decode_once(
-            model,
-            before,
-            rows,
-            block,
-            cache,
-            None,
-            attention_plans[is_wide],
-            config,
-            tap(probe, jnp.arange(block.row.shape[0])),
-            None if proposed is None or draft is None else draft.tokens,
+        tokens = None if proposed is None or draft is None else draft.tokens
+        inputs, batch = attention_of(
+            before, rows, block, None, attention_plans[is_wide], config, tokens
         )
+        where = tap(probe, jnp.arange(block.row.shape[0]))
+        hidden, cache, read = tapped(model, inputs, batch, cache, where)
         with only_rows(block.valid):
             logits = model.logits(hidden)
         choice = choose(
@@ -339,9 +334,13 @@ def decode_loop(
             config=config,
         )
         now, outputs = choice.slots, choice.outputs
+        num_new = rows.part(now.length) - rows.part(before.length)
         if read is not None and proposed is not None:
-            num_new = rows.part(now.length) - rows.part(before.length)
             read = read[block.start + jnp.maximum(num_new, 1) - 1]
+        if config.has_slot_state and proposed is not None:
+            # The newest token and the accepted ones, whose number is that of the chosen ones.
+            counted = replace(batch.rows, query_length=num_new)
+            cache = model.with_states(replace(batch, rows=counted), cache)
         if draft is not None:
             forgives = drafting is not None and proposed is None
             now, outputs = with_rates(choice, rows, live, draft, proposed, forgives=forgives)
@@ -424,27 +423,6 @@ class _Carry(NamedTuple):
             lookup=self.lookup,
             answers=self.answers,
         )
-
-
-def decode_once(
-    model: Any,
-    slots: SlotState,
-    window: WindowRows,
-    block: IterationTokens,
-    cache: KVCache,
-    inputs: Float[Array, "tokens embed"] | None,
-    attention_plan: Plan | None,
-    config: EngineConfig,
-    where: Tap | None,
-    proposed: Int32[Array, "rows num"] | None = None,
-) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "tokens embed"] | None]:
-    """Compute each slot's newest token and its proposals.
-
-    `inputs` is the output of the previous stage; None for a whole model or a first stage. Returns
-    hidden states, the cache, and the activations that the probe reads.
-    """
-    inputs, attention = attention_of(slots, window, block, inputs, attention_plan, config, proposed)
-    return tapped(model, inputs, attention, cache, where)
 
 
 def _drafted(

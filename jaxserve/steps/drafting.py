@@ -111,6 +111,10 @@ class FollowedModel:
         _, drafts, _ = self._drafting.tapped(inputs, self._own(batch), drafts, None, values[1])
         return hidden, united(own, drafts), read
 
+    def with_states(self, batch: AttentionBatch, cache: KVCache) -> KVCache:
+        own, drafts = divided(cache, self._num_buffers)
+        return united(self._model.with_states(batch, own), drafts)
+
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens vocab"]:
         return self._model.logits(hidden)
 
@@ -134,7 +138,8 @@ def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
             cache.k_pages[of], cache.v_pages[of], cache.k_scales[of], cache.v_scales[of], {}
         )
 
-    return replace(part(slice(-num_last)), states=cache.states), part(slice(-num_last, None))
+    own = replace(part(slice(-num_last)), states=cache.states, inputs=cache.inputs)
+    return own, part(slice(-num_last, None))
 
 
 def united(one: KVCache, other: KVCache) -> KVCache:
@@ -144,4 +149,5 @@ def united(one: KVCache, other: KVCache) -> KVCache:
         one.k_scales + other.k_scales,
         one.v_scales + other.v_scales,
         states=one.states,
+        inputs=one.inputs,
     )

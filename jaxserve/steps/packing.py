@@ -116,6 +116,7 @@ def attention_batch(
     cross_rows: Rows | None = None,
     slot: Int32[Array, " rows"] | None = None,
     adapter: Int32[Array, " tokens"] | None = None,
+    is_proposed: bool = False,
 ) -> AttentionBatch:
     """Return the attention batch of the tokens; invalid ones write to the null page.
 
@@ -123,6 +124,7 @@ def attention_batch(
       max_query_length: the largest of all rows; None if it is not known before the step.
       cross_rows: the rows of cross attention; None for a model without an encoder.
       slot: the slot of each row, for models with states in slots.
+      is_proposed: see `AttentionBatch`.
     """
     return AttentionBatch(
         positions=positions,
@@ -136,6 +138,7 @@ def attention_batch(
         slot=slot if config.has_slot_state else None,
         adapter=adapter,
         valid=valid,
+        is_proposed=is_proposed,
         places=config.page_layout.places,
     )
 

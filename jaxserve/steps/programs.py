@@ -277,7 +277,7 @@ class Programs:
             partial(self.prompt_logprobs.prepare, params, slots, hidden, batch),
             *(
                 [partial(verify, choosing, *after, masks, variant=full)]
-                if self.config.num_proposed
+                if self.config.proposes_on_host
                 else []
             ),
         )

@@ -18,9 +18,9 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.kernels.paged_attention import Plan
 from jaxserve.models.batch import KVCache
 from jaxserve.steps.decode import (
+    attention_of,
     block_of,
     choose,
-    decode_once,
     looked_up,
     room,
     rows_of,
@@ -29,7 +29,7 @@ from jaxserve.steps.decode import (
 from jaxserve.steps.drafting import merged
 from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
-from jaxserve.steps.packing import DecodeWindow, Params
+from jaxserve.steps.packing import DecodeWindow, Params, tapped
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import Variant
 from jaxserve.steps.slots import SlotState
@@ -69,9 +69,8 @@ def decode(
     else:
         tokens = proposed.tokens
         block = block_of(proposed.live, proposed.num, tokens.shape[1])
-    hidden, cache, _ = decode_once(
-        model, slots, rows, block, cache, inputs, attention_plan, config, None, tokens
-    )
+    inputs, batch = attention_of(slots, rows, block, inputs, attention_plan, config, tokens)
+    hidden, cache, _ = tapped(model, inputs, batch, cache, None)
     return cache, hidden
 
 

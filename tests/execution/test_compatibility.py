@@ -32,7 +32,11 @@ RECURRENT = SimpleNamespace(has_encoder=False, num_recurrent_layers=1)
             dict(mesh=make_mesh(tensor=2)),
             "draft_model= .* omit mesh",
         ),
-        (dict(speculation="lookup"), dict(model_config=RECURRENT), "speculation='lookup' .* omit"),
+        (
+            dict(speculation="lookup"),
+            dict(model_config=RECURRENT, mesh=STAGES),
+            "speculation='lookup' .* recurrent layers that is cut into stages; omit it",
+        ),
         (dict(quantize="int8"), dict(mesh=make_mesh(stage=2)), "cut into stages; pass a mesh"),
         (dict(disk_memory="1MB"), dict(num_processes=2), "several processes .* pass no disk_mem"),
         ({}, dict(has_probe=True, mesh=STAGES), "probe= .* omit the probe"),
@@ -63,8 +67,8 @@ def test_what_does_not_go_together_is_refused(
 
 def test_a_mesh_without_stages_goes_with_recurrent_layers():
     """Each replica has its own states, and each shard all of them."""
-    mesh = make_mesh(data=2, tensor=2)
-    check_together(Setting(options=RuntimeOptions(), model_config=RECURRENT, mesh=mesh))
+    options, mesh = RuntimeOptions(speculation="lookup"), make_mesh(data=2, tensor=2)
+    check_together(Setting(options=options, model_config=RECURRENT, mesh=mesh))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from flax import nnx
 from jaxserve import Completion, Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.compatibility import Setting, check_together
 from jaxserve.models.families.llama import Llama
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.presets import PRESETS
@@ -257,14 +255,6 @@ def test_every_stage_knows_what_the_last_one_chose():
             assert bool(others.done[slot]) == bool(slots.done[slot])
             np.testing.assert_array_equal(others.tokens[slot, :length], slots.tokens[slot, :length])
         assert others.lookup is None and slots.lookup is not None
-
-
-def test_models_with_recurrent_layers_refuse_it():
-    model_config = SimpleNamespace(num_recurrent_layers=2, has_encoder=False)
-    check_together(Setting(options=RuntimeOptions(), model_config=model_config))
-    options = RuntimeOptions(speculation="lookup")
-    with pytest.raises(InvalidConfigError, match="recurrent layers"):
-        check_together(Setting(options=options, model_config=model_config))
 
 
 @pytest.mark.release

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.memory.snapshots import Grid, Marconi
+from jaxserve.memory.snapshots import Grid, LearnedReuse, Marconi
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.testing import Trace
@@ -209,6 +209,22 @@ def test_a_state_on_the_host_without_its_pages_is_not_used():
         assert server.first_rows[0][0] == start
         assert server.engine.stats.num_snapshots_in == (evicted != 4)
         server.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("states", some([LearnedReuse(), Grid(1), Grid(8), Marconi()]), ids=str)
+@seeds(100, 10)
+def test_snapshots_of_loops_that_speculate(states, seeds):
+    """Loops end before what was planned, and states are found by the tokens that they have."""
+    policy = replace(PRESETS["pensieve"], retention=Tiered(states=states))
+    num_restored, num_accepted = 0, 0
+    for seed in seeds:
+        falls_short = seed % 3 > 0
+        given = dict(with_faults=seed % 2 == 0, with_conversations=True, falls_short=falls_short)
+        trace = state_trace(seed, 1 + seed % 7, seed % 4, speculates=True, **given)
+        trace.check(policy, cancel_rate=0.02 if falls_short else 0.0)
+        num_restored += trace.counters["num_snapshots_restored"]
+        num_accepted += trace.counters["num_accepted_tokens"]
+    assert num_restored > 0 and num_accepted > 0
 
 
 @pytest.mark.release

@@ -420,7 +420,7 @@ class PrefixCacheManager:
         if self._snapshots is None:
             return
         grid = sequence.kv.grid_tokens
-        if grid is not None and end % grid == 0:
+        if grid is not None and end % grid == 0 and not sequence.falls_short:
             self._reaching.append((sequence, "grid"))
         elif end == sequence.kv.branch_point:
             self._reaching.append((sequence, "branch"))
@@ -469,7 +469,8 @@ class PrefixCacheManager:
             if self._snapshots is None or snapshot.page_keys:
                 continue
             position = snapshot.position
-            if sequence.phase is Phase.FINISHED:
+            # Where it left its slot, which may be before what was planned.
+            if sequence.phase is Phase.FINISHED or snapshot.kind == "preempted":
                 position = min(position, sequence.num_known - 1)
             # The page after the full ones was copied, too.
             is_in_page = position // self._page_size == snapshot.position // self._page_size
