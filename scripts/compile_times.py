@@ -173,6 +173,12 @@ class _Shapes:
     state: Any
 
     @property
+    def arrays(self) -> Any:
+        from jaxserve.steps.step_function import as_list
+
+        return as_list(self.params)
+
+    @property
     def pages(self) -> Self:
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 from jaxserve.scheduling.lengths import LengthTracker
@@ -180,7 +181,7 @@ class TailPlaces:
         if abs(num_live - self._num_live) < max(_FEWEST_CHANGES, num_live / _LOOKS):
             return False
         live = [*queue.running, *queue.waiting]
-        newest = max((each.key for each in live), default=-1)
+        newest = max(map(attrgetter("key"), live), default=-1)
         has_new, self._num_live, self._newest = newest > self._newest, num_live, newest
         return queue.lengths.find_tail(
             live,
