@@ -76,10 +76,10 @@ def test_chat_in_a_browser(url: str, tab: Any):
     tab.goto(url + "/")
     expecting(tab, "#model").to_have_text(NAME)
     expecting(tab, "h1").to_have_text("jaxserve")
-    configure(tab, temperature=0, max_tokens=12)
+    configure(tab, temperature=0, max_tokens=60)
     say(tab, "<img src=x onerror=alert(1)>\n**b**")
     expecting(tab, ".figures").to_have_text(
-        re.compile(r"^12 tokens · [0-9.]+ tokens/s · first after [0-9.]+ s · cut off")
+        re.compile(r"^60 tokens · [0-9.]+ tokens/s · first after [0-9.]+ s · cut off")
     )
     assert texts(tab)[0] == "<img src=x onerror=alert(1)>\n**b**"
     assert tab.locator("article img").count() == 0
