@@ -333,14 +333,12 @@ class EngineLoop(Generic[_Job]):
             self._engine.make_room(pause.running)
             self._stand_still(pause)
         with self._changed:
-            while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
+            while not (self._arrived or self._cancelled or self._is_closing):
+                left_s = self._idle_s()
                 is_over = self._failure is not None or self._pause is not pause
-                if is_over or self._questions or self._may_use_idle_time():
+                if left_s <= 0 or is_over or self._questions or self._may_use_idle_time():
                     break
                 self._engine.rest()
-                may_wake = self._engine.has_work and not self.is_halted
-                wake_s = self._engine.idle_until_s if may_wake else None
-                left_s = math.inf if wake_s is None else wake_s - self._clock.now()
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             if self._failure is not None:
                 raise self._failure
@@ -372,11 +370,12 @@ class EngineLoop(Generic[_Job]):
             self._changed.wait_for(lambda: self._pause is not pause)
         self._engine.settle()
 
-    def _is_due(self) -> bool:
-        if self.is_halted:
-            return False
+    def _idle_s(self) -> float:
+        """Return the seconds until the next step is due; infinite without one."""
+        if self.is_halted or not self._engine.has_work:
+            return math.inf
         wake_s = self._engine.idle_until_s
-        return self._engine.has_work and (wake_s is None or wake_s <= self._clock.now())
+        return 0.0 if wake_s is None else wake_s - self._clock.now()
 
     def _may_use_idle_time(self) -> bool:
         return self._has_idle_work and not (self._engine.has_work or self.is_halted)

@@ -108,3 +108,40 @@ def test_a_loop_that_another_thread_fails_ends_every_job_with_that_error():
     loop.fail(error)
     loop.close()
     assert idle.failed == [(error, [])]
+
+
+class _Later(_Nothing):
+    """A step is due as soon as it was asked once when it is: time passes between two questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_work = False
+        self.stepped = threading.Event()
+        self._was_asked = False
+
+    def begin(self, job: str) -> None:
+        self.has_work, self._was_asked = True, False
+
+    @property
+    def idle_until_s(self) -> float | None:
+        asked, self._was_asked = self._was_asked, True
+        return None if asked else WallClock().now() + 1e-3
+
+    @property
+    def plans_late(self) -> bool:
+        return not self._was_asked
+
+    def step(self) -> None:
+        self.has_work = False
+        self.stepped.set()
+
+
+def test_a_step_that_becomes_due_while_the_loop_looks_is_not_waited_for():
+    """Nothing else would wake the loop."""
+    work = _Later()
+    loop: EngineLoop[str] = EngineLoop(work, WallClock(), name="later")
+    try:
+        loop.submit("job")
+        assert work.stepped.wait(WAIT_S)
+    finally:
+        loop.close()
