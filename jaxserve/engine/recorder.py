@@ -343,8 +343,10 @@ class Recorder(EngineObserver):
         (`warmup="background"`) do not change the median. After a slow spell, however long, the
         median is that of the spell until half of the newest 8 steps of a kind are fast again.
         """
-        found = self._recent()
-        mixed, loops = _recovered(found["mixed"]), _recovered(found["decode loop"])
+        mixed, loops = (
+            _recovered([(iteration_s, step.num_iterations) for iteration_s, step in steps])
+            for steps in self._recent().values()
+        )
         iteration_s = _median([*mixed, *loops])
         if iteration_s is None:
             return None
@@ -356,20 +358,27 @@ class Recorder(EngineObserver):
         )
 
     def least_s(self, plan: StepPlan) -> float:
-        """Return a plan's least seconds, by the newest steps of its kind; 0 without any."""
-        kind = "decode loop" if plan.is_decode_loop else "mixed"
-        times_s = [iteration_s for iteration_s, _ in self._recent()[kind][-_NUM_NEWEST:]]
-        return plan.num_iterations * min(times_s, default=0.0)
+        """Return a plan's least seconds, by the newest steps of its kind; 0 without any.
 
-    def _recent(self) -> dict[str, list[tuple[float, int]]]:
-        """Return (seconds of an iteration, iterations) of each of the newest steps, by its kind."""
+        An iteration with half of the tokens takes at least half of the time.
+        """
+        kind = "decode loop" if plan.is_decode_loop else "mixed"
+        times_s = [
+            iteration_s * min(plan.num_iterations, plan.num_tokens * step.num_iterations / tokens)
+            for iteration_s, step in self._recent()[kind][-_NUM_NEWEST:]
+            if (tokens := step.num_tokens)
+        ]
+        return min(times_s, default=0.0)
+
+    def _recent(self) -> dict[str, list[tuple[float, StepRecord]]]:
+        """Return seconds of an iteration of each of the newest steps, by its kind: mixed, loop."""
         before_s: dict[int, float] = {}  # of each device group
-        found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
+        found: dict[str, list[tuple[float, StepRecord]]] = {"mixed": [], "decode loop": []}
         for step in self._records.newest_steps(_NUM_RECENT):
             assert step.collected_s is not None
             if step.num_iterations:
                 busy_s = step.collected_s - max(step.submitted_s, before_s.get(step.group, 0.0))
-                found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
+                found[step.kind].append((busy_s / step.num_iterations, step))
             before_s[step.group] = step.collected_s
         return found
 

@@ -10,6 +10,7 @@ from jaxserve import Runtime
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import PromptTooLongError
 from jaxserve.core.metrics import summarise
+from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.kv.manager import SwapCosts
@@ -198,3 +199,13 @@ def test_steps_are_planned_late_while_requests_arrive():
     # The first two are no stream of requests yet.
     assert [first_s for first_s, _ in _times(done)] == [1.0, 4.0, 6.0, 8.0, 11.0]
     assert done.stats.host_gap_s == 0.0
+
+
+def test_the_device_does_not_wait_after_a_short_step():
+    """The rest of a prompt takes a part of the time of the long steps before it."""
+    items = [item_of(40, arrival_s=100.0 * i, num_prompt=64) for i in range(6)]
+    config = EngineConfig(
+        num_pages=80, max_slots=4, max_context=128, max_step_tokens=8, max_decode_iterations=1
+    )
+    cost = FlatCost(per_iteration_s=1.0, per_token_s=1.0)
+    assert _run(items, "vllm_like", config, cost).stats.host_gap_s == 0.0
