@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 # the device not to wait. At least this many times the host's time for a step is left.
 _LATE = 0.6
 _HOST_TIMES = 3.0
+# How often a loop that waits so looks whether the step has ended.
+_LOOKS = 8
 
 
 @final
@@ -124,7 +126,7 @@ class Engine(EngineBase[Answer]):
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
-        self._next_plan_s = 0.0
+        self._next_plan_s = self._look_s = 0.0
         groups = range(policy.num_device_groups)
         lanes = groups if len(groups) == 1 else (LINK, *groups)
         # Of each device group, and of the link between them: in order, the steps not yet read.
@@ -143,14 +145,20 @@ class Engine(EngineBase[Answer]):
         It may while the policy waits for more sequences, or while sequences wait for the disk. It
         does not while a step runs, after which the next one is planned late (`plans_late`).
         """
+        if self.plans_late:
+            return min(self._next_plan_s, self._clock.now() + self._look_s)
         if self._is_at_work:
-            return self._next_plan_s if self.plans_late else None
+            return None
         return None if self._kv.retrieval.has_arrived else self.scheduler.wake_s
 
     @property
     def plans_late(self) -> bool:
-        """Whether the next step is not planned yet, so that requests that arrive now are in it."""
-        return self._is_at_work and self._clock.now() < self._next_plan_s
+        """Whether the next step is not planned yet, so that requests that arrive now are in it.
+
+        False as soon as the running step is over: loops end early, with the last of their answers.
+        """
+        is_early = self._clock.now() < self._next_plan_s
+        return is_early and not any(map(_is_idle, self._in_flight.values()))
 
     @property
     def awaits_disk(self) -> bool:
@@ -255,7 +263,8 @@ class Engine(EngineBase[Answer]):
             return []
         host_s = self._clock.now() - begin_s
         news = self._collect()
-        self._next_plan_s = self._clock.now() + self._wait_s(plan, host_s)
+        wait_s = self._wait_s(plan, host_s)
+        self._next_plan_s, self._look_s = self._clock.now() + wait_s, wait_s / _LOOKS
         return news
 
     def _wait_s(self, running: StepPlan, host_s: float) -> float:

@@ -209,3 +209,12 @@ def test_the_device_does_not_wait_after_a_short_step():
     )
     cost = FlatCost(per_iteration_s=1.0, per_token_s=1.0)
     assert _run(items, "vllm_like", config, cost).stats.host_gap_s == 0.0
+
+
+def test_an_answer_that_ends_early_is_not_awaited():
+    """The next step is planned when a loop of eight seconds has ended after two."""
+    others = [_item(1, arrival_s=arrival_s) for arrival_s in (10.0, 20.0, 30.0)]
+    config = replace(TWO_SLOTS, num_pages=80, max_context=128, max_decode_iterations=8)
+    done = _run([_item(46, max_tokens=90), *others], "vllm_like", config)
+    (_, finished_s), *_ = _times(done)
+    assert finished_s is not None and 46.0 <= finished_s < 46.5
