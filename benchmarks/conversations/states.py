@@ -285,7 +285,7 @@ def num_recomputed(completions: Iterable[Completion]) -> int:
 OPTIONS = (
     option("--shapes", ",".join(SHAPES), "shapes of models, separated by commas"),
     option("--workloads", ",".join(WORKLOADS), "separated by commas"),
-    option("--states", "8,32,128", "states that a pool holds, separated by commas"),
+    option("--states", "4,8,32", "states that a pool holds, separated by commas"),
     option("--host-states", 0, "states that the host holds beside these, with as many pages"),
     option("--grid", 512, "tokens between two states of the grid"),
     option("--weights", "0.1,0.5,2", "Marconi's weights; the one that finds the most is shown"),

@@ -527,6 +527,25 @@ MEMORY = Table(
     how="simulated",
 )
 
+WINDOWS = Table(
+    what="{arguments[num_requests]} requests at once, {arguments[policy]}, a page pool of "
+    "{arguments[kv_memory]}; prompts of {arguments[prompt_tokens]:,} tokens and answers of "
+    "{arguments[min_output_tokens]:,} to {arguments[output_tokens]:,}, {arguments[layers]} layers, "
+    "five of six with a window of {arguments[window]} tokens",
+    rows="pages.*",
+    columns=(
+        ("pages", key()),
+        ("sequences at once, mean", "{num_running[mean]:@~.1f}"),
+        ("most", "{num_running[max]:~.0f}"),
+        ("preemptions", "{num_preemptions:~.0f}"),
+        ("tokens computed again", "{num_recomputed:~,.0f}"),
+        ("output tokens/s", "{tokens_per_s:@~.0f}"),
+    ),
+    below=lambda whole: [
+        show_in("Grouped over one group, tokens/s: {tokens_per_s_of_one_group:~.2f}.", whole)
+    ],
+)
+
 
 def _of_least(row: Place) -> str:
     sent, least = row.number("decode", "bytes"), row.number("decode", "least_bytes")
@@ -950,6 +969,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Place], str] | None]]] = {
         "flover": ("Flover's section VI", papers.FLOVER),
         "s3": ("S3's models on its GPU, simulated", papers.S3),
         "memory": ("Memory of a sequence by context", MEMORY),
+        "windows": ("Sequences with windows in one pool", WINDOWS),
     },
     "docs/results/arena.md": {
         "arena": ("Policies on synthetic traces", ARENA),
