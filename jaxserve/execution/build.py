@@ -383,7 +383,8 @@ def _build(
         step = StepBytes(partial(model.step_bytes, program, shapes, optimistic))
         size = model.plan(step_bytes=0 if is_deferred else step.measure())
         sizes.append(replace(size, step=step))
-    size = min(sizes, key=lambda each: each.num_pages)
+    # A stage without attention has no pages, and needs as many as can be used.
+    size = min(sizes, key=lambda each: (each.num_pages, not each.page_bytes))
     num_pages = _agreed_number(min(size.num_pages, optimistic), group)
     size = replace(size, num_pages=num_pages)
     config = spec.config(

@@ -333,6 +333,8 @@ class DeviceStage:
             self._append(self._incoming.popleft())
 
     def resize(self, num_pages: int, moves: Moves) -> None:
+        if not self.pages.num_buffers:  # layers without attention, which read no page
+            return
         old_num_pages = self.pages.num_pages
         with self.programs.place.in_force():
             self.pages.resize(num_pages, moves)
@@ -498,8 +500,9 @@ class StepExecutor(ModelExecutor):
 
     @property
     def num_buffers(self) -> int:
-        """The minimum over the stages."""
-        return min(stage.pages.num_buffers for stage in self._stages)
+        """The minimum over the stages with pages; 0 without any."""
+        found = [stage.pages.num_buffers for stage in self._stages]
+        return min(filter(None, found), default=0)
 
     @property
     def device(self) -> Any:

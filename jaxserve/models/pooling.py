@@ -166,15 +166,22 @@ def pooling_of(folder: Path, given: Mapping[str, Any]) -> Pooling:
 def _kind(path: Path) -> str:
     given = _read(path, dict) or {}
     name = given.get("pooling_mode")  # the newer form
-    if isinstance(name, str) and name in _NAMES:
-        return _NAMES[name]
     modes = [key for key, value in given.items() if key.startswith("pooling_mode_") and value]
-    if name is None and len(modes) == 1 and modes[0] in _MODES:
-        return _MODES[modes[0]]
-    raise UnsupportedModelError(
-        f"{path} pools by {name or modes or 'no mode'}; served are {' and '.join(_MODES)}, one of "
-        "them"
-    )
+    kind = _NAMES.get(name) if isinstance(name, str) else None
+    if name is None and len(modes) == 1:
+        kind = _MODES.get(modes[0])
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{path} pools by {name or modes or 'no mode'}; served are {' and '.join(_MODES)}, "
+            "one of them"
+        )
+    if kind == "mean" and not given.get("include_prompt", True):
+        raise UnsupportedModelError(
+            f"{path} has include_prompt {given['include_prompt']!r}: the mean leaves out the "
+            "tokens of a prompt, which here is a part of the text. For texts without prompts, "
+            "set it to true"
+        )
+    return kind
 
 
 def _read(path: Path, kind: type) -> Any:

@@ -72,6 +72,21 @@ def test_other_modes_are_refused(tmp_path, given):
         pooling_of(tmp_path, CONFIG)
 
 
+def test_a_mean_without_the_prompt_is_refused(tmp_path):
+    """sentence-transformers 6.2.0 leaves the tokens of a prompt out of the mean with this setting.
+
+    For the last token it changes nothing.
+    """
+    _write(tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True, include_prompt=False)
+    with pytest.raises(UnsupportedModelError, match="include_prompt False"):
+        pooling_of(tmp_path, CONFIG)
+    config = tmp_path / "1_Pooling" / "config.json"
+    config.write_text(json.dumps({"pooling_mode": "mean", "include_prompt": True}))
+    assert pooling_of(tmp_path, CONFIG).kind == "mean"
+    config.write_text(json.dumps({"pooling_mode": "lasttoken", "include_prompt": False}))
+    assert pooling_of(tmp_path, CONFIG).kind == "last"
+
+
 def test_other_modules_are_refused(tmp_path):
     """A further layer would change the embedding."""
     _write(tmp_path, "Transformer", "Pooling", "Dense", pooling_mode_mean_tokens=True)

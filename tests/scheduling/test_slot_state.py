@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.memory.snapshots import Grid, LearnedReuse, Marconi
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.testing import Trace
@@ -195,6 +196,17 @@ def test_a_preempted_sequence_continues_from_the_host():
         assert (stats.num_recomputed == 0) == is_lossless
         assert (stats.num_snapshots_in > 0) == is_lossless
         server.engine.scheduler.check_integrity()
+
+
+def test_pages_go_wherever_their_states_go():
+    """Although they cost less to compute than to copy: without them a state is of no use."""
+    config = replace(STATES, num_snapshots=1, num_host_snapshots=4, num_pages=14, num_host_pages=30)
+    server = Server(config, swap_costs=SwapCosts(page_s=1.0, token_s=0.01))
+    (history,) = server.answer(SYSTEM)
+    server.answer(tuple(range(200, 240)), max_tokens=1)
+    server.answer((*history, 1))
+    assert server.first_rows == [(25, 2)]
+    assert server.engine.stats.num_pages_in > 0
 
 
 def test_a_state_on_the_host_without_its_pages_is_not_used():

@@ -73,8 +73,13 @@ def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None
     return config.pool_tokens * token_s
 
 
-def copy_s(costs: SwapCosts | None) -> float:
-    return 0.0 if costs is None else costs.page_s
+def copy_s(config: EngineConfig, costs: SwapCosts | None) -> float:
+    """Return the seconds to copy a page to the host, if its value has to exceed them.
+
+    It is 0 with states in slots: a state, with the bytes of many pages, is copied whatever it
+    costs, and is of no use without all pages before it.
+    """
+    return 0.0 if costs is None or config.has_slot_state else costs.page_s
 
 
 @final
@@ -328,7 +333,7 @@ class KVManager:
             retention.eviction,
             page_cost(config, costs),
             now,
-            copy_s(costs),
+            copy_s(config, costs),
             learns_reuse=retention.learns_reuse,
         )
         self.weights = WeightsIdentity(host_memory, has_disk=disk is not None)
@@ -660,7 +665,7 @@ class KVManager:
     def swap_by(self, costs: SwapCosts | None) -> None:
         self.swap_costs = costs
         self._swap_space.decide_by(costs)
-        self._values.copy_by(copy_s(costs))
+        self._values.copy_by(copy_s(self.config, costs))
 
     def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
         """Evict all cached pages, also from the state of `sequences`, and change the keys."""
