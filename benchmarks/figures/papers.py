@@ -271,8 +271,8 @@ def _states_losses(whole: Place) -> list[str]:
 
 STATES = Table(
     what="{arguments[num_requests]} requests a run, one A100 80 GB as a roofline, a grid of "
-    "{arguments[grid]} tokens; tokens of prompts found, and computed again although an earlier "
-    "request had them",
+    "{arguments[grid]} tokens, {arguments[host_states]} states on the host; tokens of prompts "
+    "found, and computed again although an earlier request had them",
     rows="rows.*.policies.*",
     columns=(
         ("shape", "{above2[shape]}"),
