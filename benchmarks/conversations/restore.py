@@ -105,7 +105,8 @@ class _Server:
         self._clock = WallClock()
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
         # Zeros: their values change no time, but uninitialised memory may hold NaN.
-        self._contents = bytes(len(built.read_host_page(built.config.num_host_pages)))
+        assert built.host_memory is not None
+        self._contents = bytes(built.host_memory.entry_bytes)
         self._num_runs = 0
         self._undisturbed_s: list[float] = []
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar, final
@@ -178,6 +178,8 @@ class OwnShards:
 class HostEntries:
     """Copies on the host of entries of device buffers [layers, entries, ...]: pages, or states.
 
+    An entry has `entry_bytes` in this process.
+
     The memory is allocated when the first entry arrives; the first method that allocates raises
     HostMemoryError if the host does not have it. An additional entry, with the id `num_entries`, is
     the target of copies whose contents are unused. Entries that leave the device are in a separate
@@ -205,11 +207,11 @@ class HostEntries:
         read: Callable[[Sequence[jax.Array]], np.ndarray] = to_host,
     ):
         pairs = list(zip(shards, leaves, strict=True))
-        entry_bytes = sum(own.nbytes(leaf) // leaf.shape[1] for own, leaf in pairs)
+        self.entry_bytes = sum(own.nbytes(leaf) // leaf.shape[1] for own, leaf in pairs)
         self._shapes = [(own.shape(leaf.shape), leaf.dtype) for own, leaf in pairs]
         self._shards = shards
         self._num_entries = num_entries + 1
-        self._max_calls = max(1, max_leaving_bytes // max(1, entries_a_call * entry_bytes))
+        self._max_calls = max(1, max_leaving_bytes // max(1, entries_a_call * self.entry_bytes))
         self._read_pieces = read
         self._buffers: list[np.ndarray] = []
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
@@ -272,7 +274,8 @@ class HostEntries:
         """Return the contents of an entry, which are arbitrary before the first copy."""
         self.wait_for((host_entry,))
         self.allocate()
-        return b"".join(buffer[host_entry].tobytes() for buffer in self._buffers)
+        parts = (buffer[host_entry].reshape(-1).view(np.uint8) for buffer in self._buffers)
+        return b"".join(parts)  # one copy of everything
 
     def write_bytes(self, host_entry: int, contents: bytes) -> None:
         """Store contents that `read_bytes` returned for buffers of the same layout."""
@@ -310,8 +313,33 @@ class HostEntries:
 
 
 @final
+@dataclass
+class HostContents:
+    """The `HostMemory` of entries that consist of the contents on each stage, in order."""
+
+    hosts: Sequence[HostEntries]
+    fingerprint: Callable[[], bytes]
+
+    @property
+    def entry_bytes(self) -> int:
+        return sum(host.entry_bytes for host in self.hosts)
+
+    def has_arrived(self, entry: int) -> bool:
+        return all(host.has_arrived(entry) for host in self.hosts)
+
+    def read(self, entry: int) -> bytes:
+        return b"".join(host.read_bytes(entry) for host in self.hosts)
+
+    def write(self, entry: int, contents: bytes) -> None:
+        start = 0
+        for host in self.hosts:
+            host.write_bytes(entry, contents[start : start + host.entry_bytes])
+            start += host.entry_bytes
+
+
+@final
 class DevicePages:
-    """The page cache on the device, and the pages that were copied from it to the host.
+    """The page cache on the device, and the pages that were copied from it to the `host`.
 
     Every step donates `cache` and replaces it with its result.
 
@@ -341,7 +369,7 @@ class DevicePages:
         leaves = jax.tree.leaves(cache.pages)
         most = transit_bytes(sum(map(self._own.nbytes, leaves)))
         self._max_incoming_bytes = most if max_incoming_bytes is None else max_incoming_bytes
-        self._host = HostEntries(
+        self.host = HostEntries(
             leaves,
             [self._own] * len(leaves),
             num_host_pages,
@@ -378,10 +406,6 @@ class DevicePages:
         return (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
 
     @property
-    def host_page_bytes(self) -> int:
-        return sum(leaf.nbytes // leaf.shape[1] for leaf in self._page_leaves)
-
-    @property
     def _leaves(self) -> list[Any]:
         return jax.tree.leaves(self.cache)
 
@@ -407,7 +431,7 @@ class DevicePages:
 
     def allocate_host(self) -> None:
         """Allocate the memory of the host pages now, once."""
-        self._host.allocate()
+        self.host.allocate()
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
@@ -419,16 +443,16 @@ class DevicePages:
         if not self._page_leaves:
             return
         for some in chunks(out, PAGES_A_CALL):
-            self._host.wait_for_room()
+            self.host.wait_for_room()
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for page, _ in some]
             leaving = jax.tree.leaves(self._gather(self.cache.pages, ids))
-            self._host.send(leaving, [host_page for _, host_page in some])
+            self.host.send(leaving, [host_page for _, host_page in some])
         num_bytes = 0
         for some in chunks(back, PAGES_A_CALL):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
-            pages = self._host.read([host_page for host_page, _ in some], PAGES_A_CALL)
+            pages = self.host.read([host_page for host_page, _ in some], PAGES_A_CALL)
             num_new_bytes = sum(each.nbytes for each in pages)
             if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
                 jax.block_until_ready(self.cache)
@@ -442,7 +466,7 @@ class DevicePages:
         """Return the contents of at most `count` (host page, device page), for a step to copy."""
         target = np.full(count, self.num_pages, np.int32)
         target[: len(back)] = [page for _, page in back]
-        pages = self._host.read([host_page for host_page, _ in back], count)
+        pages = self.host.read([host_page for host_page, _ in back], count)
         values = self._own.to_devices(pages, like=self._page_leaves, place=self._staging)
         return IncomingPages(target, self._in_cache(values))  # pyrefly: ignore[bad-argument-type]
 
@@ -451,16 +475,6 @@ class DevicePages:
             return None
         values = abstract_pages(self.cache.pages, count, sharding=self._staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
-
-    def has_arrived(self, host_page: int) -> bool:
-        return self._host.has_arrived(host_page)
-
-    def read_host_page(self, host_page: int) -> bytes:
-        return self._host.read_bytes(host_page)
-
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """Store contents that `read_host_page` returned for a cache of the same layout."""
-        self._host.write_bytes(host_page, contents)
 
     def _in_cache(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.cache.pages), leaves)
@@ -474,7 +488,7 @@ class DevicePages:
         two caches and one buffer of the smaller: the keys of one layer if each layer has its own
         buffers, and half of the smaller cache if all layers share two.
         """
-        self._host.wait_for_all()  # copies in flight hold device memory
+        self.host.wait_for_all()  # copies in flight hold device memory
         old_num_pages = self.num_pages
         try:
             self._bring_to(num_pages, moves)
@@ -498,10 +512,10 @@ class DevicePages:
         self.cache = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
-        self._host.drop_leaving()
+        self.host.drop_leaving()
 
     def delete(self) -> None:
-        self._host.delete()
+        self.host.delete()
         self.drop()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:

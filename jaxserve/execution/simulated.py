@@ -67,6 +67,28 @@ class SimulatedHandle:
 
 @final
 @dataclass
+class _HostRows:
+    """The `HostMemory` of rows of numbers, [entries, numbers]."""
+
+    rows: np.ndarray
+    fingerprint: Callable[[], bytes]
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.rows[0].nbytes
+
+    def has_arrived(self, entry: int) -> bool:
+        return True
+
+    def read(self, entry: int) -> bytes:
+        return self.rows[entry].tobytes()
+
+    def write(self, entry: int, contents: bytes) -> None:
+        self.rows[entry] = np.frombuffer(contents, np.int64)
+
+
+@final
+@dataclass
 class _Slot:
     tokens: list[int]
     request: Request
@@ -148,7 +170,7 @@ class SimulatedExecutor(Executor):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        return self if self.config.num_host_pages else None
+        return _HostRows(self._host_cells, self.fingerprint) if self.config.num_host_pages else None
 
     def submit(self, plan: StepPlan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
@@ -187,15 +209,6 @@ class SimulatedExecutor(Executor):
         ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
         self._clock.expect(ready_s)
         return SimulatedHandle(result, ready_s, self._clock)
-
-    def has_arrived(self, host_page: int) -> bool:
-        return True
-
-    def read_host_page(self, host_page: int) -> bytes:
-        return self._host_cells[host_page].tobytes()
-
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        self._host_cells[host_page] = np.frombuffer(contents, np.int64)
 
     def fingerprint(self) -> bytes:
         return f"simulated {self.config.page_size}".encode()

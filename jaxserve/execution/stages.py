@@ -25,6 +25,7 @@ from jaxserve.execution.model_executor import (
 from jaxserve.execution.pages import (
     PAGES_A_CALL,
     DevicePages,
+    HostContents,
     SwapCostMeter,
     measured_costs,
     num_incoming,
@@ -430,21 +431,9 @@ class StepExecutor(ModelExecutor):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """Host pages that consist of the contents on each stage, in order."""
-        return self if self.config.num_host_pages else None
-
-    def has_arrived(self, host_page: int) -> bool:
-        return all(pages.has_arrived(host_page) for pages in self.page_pools)
-
-    def read_host_page(self, host_page: int) -> bytes:
-        return b"".join(pages.read_host_page(host_page) for pages in self.page_pools)
-
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        start = 0
-        for pages in self.page_pools:
-            num_bytes = pages.host_page_bytes
-            pages.write_host_page(host_page, contents[start : start + num_bytes])
-            start += num_bytes
+        if not self.config.num_host_pages:
+            return None
+        return HostContents([pages.host for pages in self.page_pools], self.fingerprint)
 
     def fingerprint(self) -> bytes:
         """Return a hash that also depends on the stage plan, as contents of pages do."""

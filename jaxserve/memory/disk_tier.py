@@ -212,16 +212,21 @@ def _header_bytes() -> int:
 class HostMemory(Protocol):
     """The contents of the host's pages, between two plans."""
 
-    def has_arrived(self, host_page: int) -> bool:
-        """Whether `read_host_page` returns at once: no copy to the page is pending or failed."""
+    @property
+    def entry_bytes(self) -> int:
+        """The size of a page."""
         ...
 
-    def read_host_page(self, host_page: int) -> bytes:
+    def has_arrived(self, entry: int) -> bool:
+        """Whether `read` returns at once: no copy to the page is pending or failed."""
+        ...
+
+    def read(self, entry: int) -> bytes:
         """Return the contents of the page after all plans submitted so far."""
         ...
 
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """Write contents that `read_host_page` returned, maybe in another run."""
+    def write(self, entry: int, contents: bytes) -> None:
+        """Write contents that `read` returned, maybe in another run."""
         ...
 
     def fingerprint(self) -> bytes:

@@ -208,7 +208,7 @@ class PageCache:
             page = CachedPage(index, key)
             self._put_under(key, page)
             try:
-                self._host_memory.write_host_page(self._set_host_page(page), contents)
+                self._host_memory.write(self._set_host_page(page), contents)
             except Exception:
                 self._evict_from_host(page)
                 raise
@@ -385,7 +385,7 @@ class PageCache:
         if page.key is None or self.disk is None or page.key in self.disk:
             return
         assert self._host_memory is not None and page.host_page is not None
-        self.disk.put(page.key, self._host_memory.read_host_page(page.host_page), waits=waits)
+        self.disk.put(page.key, self._host_memory.read(page.host_page), waits=waits)
 
     def _evict_from_host(self, page: CachedPage) -> None:
         if page.host_page is None or self._host is None:

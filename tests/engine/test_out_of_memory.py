@@ -134,9 +134,13 @@ class _NoRoomForTheDisk(ExecutorWrapper):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        return cast(HostMemory, self)
+        return cast(HostMemory, _FullHost(self.inner.host_memory))
 
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
+
+class _FullHost(ExecutorWrapper):
+    """Forwards to a host memory what is not written."""
+
+    def write(self, entry: int, contents: bytes) -> None:
         raise HostMemoryError("the host has no memory for 30 pages; pass a smaller host_memory")
 
 

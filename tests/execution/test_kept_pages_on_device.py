@@ -200,11 +200,12 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
 @pytest.mark.release
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):
     """A resized pool is warmed up while sequences have pages on the host."""
-    page = np.random.default_rng(0).bytes(len(executor.read_host_page(0)))
+    host = executor.host_memory
+    page = np.random.default_rng(0).bytes(host.entry_bytes)
     for host_page in (0, CONFIG.num_host_pages - 1):
-        executor.write_host_page(host_page, page)
+        host.write(host_page, page)
     for name, step in executor.warmup_steps():
         if name == "page swaps":
             step()
     for host_page in (0, CONFIG.num_host_pages - 1):
-        assert executor.read_host_page(host_page) == page
+        assert host.read(host_page) == page

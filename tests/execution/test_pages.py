@@ -109,9 +109,9 @@ def test_a_page_is_read_and_written_as_bytes(dtype):
     pages, other = _pages(dtype, 1), _pages(dtype, 1)
     before = _contents(pages)
     pages.swap(((3, 7),), ())
-    contents = pages.read_host_page(7)
-    other.write_host_page(2, contents)
-    assert other.read_host_page(2) == contents
+    contents = pages.host.read_bytes(7)
+    other.host.write_bytes(2, contents)
+    assert other.host.read_bytes(2) == contents
     other.swap((), ((2, 9),))
     for old, new in zip(before, _contents(other), strict=True):
         assert np.array_equal(new[:, 9], old[:, 3])
@@ -152,12 +152,12 @@ class _Arrivals:
 def test_pages_in_transit_to_the_host_are_bounded(num_shards):
     """They wait in pinned memory; a call beyond the bound waits until the oldest has arrived."""
     pages = _pages("float32", num_shards)
-    arrivals, most = _Arrivals(), 2 * PAGES_A_CALL * pages.host_page_bytes
+    arrivals, most = _Arrivals(), 2 * PAGES_A_CALL * pages.host.entry_bytes
     pages = _pages("float32", num_shards, max_leaving_bytes=most, read=arrivals)
     before = _contents(pages)
     copies = tuple((page + 1, page) for page in range(3 * PAGES_A_CALL))
     pages.swap(copies[: 2 * PAGES_A_CALL], ())
-    assert not any(map(pages.has_arrived, range(2 * PAGES_A_CALL)))
+    assert not any(map(pages.host.has_arrived, range(2 * PAGES_A_CALL)))
     third = threading.Thread(target=pages.swap, args=(copies[2 * PAGES_A_CALL :], ()))
     third.start()
     third.join(0.1)
@@ -165,7 +165,7 @@ def test_pages_in_transit_to_the_host_are_bounded(num_shards):
     arrivals.may.set()
     third.join()
     contents = b"".join(x[:, 3 * PAGES_A_CALL].tobytes() for x in before)
-    assert pages.read_host_page(3 * PAGES_A_CALL - 1) == contents
+    assert pages.host.read_bytes(3 * PAGES_A_CALL - 1) == contents
 
 
 def test_pages_in_transit_fit_beside_the_pool():
@@ -180,16 +180,16 @@ def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
     """Nothing waits for it; other contents may be written there."""
     arrivals = _Arrivals()
     pages = _pages("float32", 1, read=arrivals)
-    contents = pages.read_host_page(0)
+    contents = pages.host.read_bytes(0)
     pages.swap(((3, 7),), ())
-    assert not pages.has_arrived(7) and pages.has_arrived(6)
+    assert not pages.host.has_arrived(7) and pages.host.has_arrived(6)
     arrivals.fails = True
     arrivals.may.set()
     with pytest.raises(RuntimeError, match="the copy failed"):
         pages.swap(((3, 8),), ((8, 9),))
-    assert not pages.has_arrived(7)
-    pages.write_host_page(7, contents)
-    assert pages.has_arrived(7) and pages.read_host_page(7) == contents
+    assert not pages.host.has_arrived(7)
+    pages.host.write_bytes(7, contents)
+    assert pages.host.has_arrived(7) and pages.host.read_bytes(7) == contents
 
 
 class _Buffer:

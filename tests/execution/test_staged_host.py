@@ -71,16 +71,17 @@ def test_a_page_is_read_and_written_in_the_parts_of_the_stages():
     with Runtime(tiny_llama(), mesh=PLAN, wrap_executor=seen, **OPTIONS):
         [executor] = seen.executors
         host, pools = executor.host_memory, executor.page_pools
-        assert [pool.host_page_bytes for pool in pools] == [PAGE_BYTES, PAGE_BYTES]
+        assert [pool.host.entry_bytes for pool in pools] == [PAGE_BYTES, PAGE_BYTES]
+        assert host.entry_bytes == 2 * PAGE_BYTES
         contents = np.random.default_rng(0).bytes(2 * PAGE_BYTES)
-        host.write_host_page(3, contents)
-        assert host.read_host_page(3) == contents and host.has_arrived(3)
-        assert [pool.read_host_page(3) for pool in pools] == [
+        host.write(3, contents)
+        assert host.read(3) == contents and host.has_arrived(3)
+        assert [pool.host.read_bytes(3) for pool in pools] == [
             contents[:PAGE_BYTES],
             contents[PAGE_BYTES:],
         ]
         pools[1].swap(((1, 3),), ())
-        assert host.read_host_page(3)[PAGE_BYTES:] == bytes(PAGE_BYTES)
+        assert host.read(3)[PAGE_BYTES:] == bytes(PAGE_BYTES)
 
 
 @pytest.mark.release

@@ -28,14 +28,16 @@ class Host:
         self.pages: dict[int, bytes] = {}
         self.arriving: set[int] = set()
 
-    def has_arrived(self, host_page: int) -> bool:
-        return host_page not in self.arriving
+    entry_bytes = 1
 
-    def read_host_page(self, host_page: int) -> bytes:
-        return self.pages[host_page]
+    def has_arrived(self, entry: int) -> bool:
+        return entry not in self.arriving
 
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        self.pages[host_page] = contents
+    def read(self, entry: int) -> bytes:
+        return self.pages[entry]
+
+    def write(self, entry: int, contents: bytes) -> None:
+        self.pages[entry] = contents
 
     def fingerprint(self) -> bytes:
         return b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, final
 
@@ -73,8 +73,9 @@ class _Faulty(ExecutorWrapper):
         self._fail("update_params")
 
     @property
-    def host_memory(self) -> HostMemory:
-        return cast(HostMemory, self)
+    def host_memory(self) -> HostMemory | None:
+        memory = self.inner.host_memory
+        return None if memory is None else replace(memory, fingerprint=self.fingerprint)
 
     def fingerprint(self) -> bytes:
         self._fail("fingerprint")

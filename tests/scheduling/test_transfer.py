@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -176,23 +177,25 @@ class _Failing(ExecutorWrapper):
 
     @property
     def host_memory(self) -> HostMemory:
-        return self
-
-    def fingerprint(self) -> bytes:
-        return self.inner.fingerprint()
+        return cast(HostMemory, _FailingHost(self))
 
     def submit(self, plan: StepPlan) -> StepHandle:
         if self.fails == "submit":
             raise OSError("no memory")
         return self.inner.submit(plan)
 
-    def read_host_page(self, host_page: int) -> bytes:
-        if self.fails == "read":
-            raise OSError("no memory")
-        return self.inner.read_host_page(host_page)
 
-    def write_host_page(self, host_page: int, contents: bytes) -> None:
-        self.inner.write_host_page(host_page, contents)
+class _FailingHost(ExecutorWrapper):
+    """The host memory of a failing executor."""
+
+    def __init__(self, executor: _Failing):
+        super().__init__(executor.inner.host_memory)
+        self._executor = executor
+
+    def read(self, entry: int) -> bytes:
+        if self._executor.fails == "read":
+            raise OSError("no memory")
+        return self.inner.read(entry)
 
 
 def _failing() -> tuple[Engine, _Failing]:

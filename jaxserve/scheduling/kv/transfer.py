@@ -148,7 +148,7 @@ class PageTransfer:
             ]
             if len(pages) < len(keys):
                 break
-            contents.append(b"".join(map(host_memory.read_host_page, pages)))
+            contents.append(b"".join(map(host_memory.read, pages)))
         return KVPages(self._weights.of_every_run(), contents)
 
     def load(self, tokens: Seq[int], kv: KVPages) -> int:
@@ -159,7 +159,7 @@ class PageTransfer:
         """
         if self._host_memory is None or not kv.pages:
             return 0
-        page_bytes, num_tables = len(self._host_memory.read_host_page(0)), len(self._tables)
+        page_bytes, num_tables = self._host_memory.entry_bytes, len(self._tables)
         fewest = 1 if self._sizes is None else len(self._sizes.whole)
         wanted = [num * page_bytes for num in range(fewest, num_tables + 1)]
         others = sorted({len(content) for content in kv.pages}.difference(wanted))
