@@ -209,6 +209,7 @@ class RuntimeOptions:
         models with recurrent layers.
       disk_memory: size of the files for pages that leave the host, in bytes or as "4GiB"; the
         files outlive the runtime. None by default. Needs a policy that keeps pages on the host.
+        States of recurrent layers go there, too.
       disk_folder: folder of these files, used by one runtime at a time; by default one below the
         cache folder.
       predictor: predictor of output lengths, for policies that use one: a

@@ -112,6 +112,7 @@ class Engine(EngineBase[Answer]):
             costs=executor.swap_costs,
             disk=disk,
             host_memory=executor.host_memory,
+            host_states=executor.host_states,
             on_arrival=self._notify,
         )
         self.stats = EngineStats(clock)

@@ -198,21 +198,17 @@ def check_slot_options(model_config: Any, options: RuntimeOptions) -> None:
                 "which has no states; omit it"
             )
         return
-    if options.disk_memory is not None:
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r} for a model with recurrent layers: its states "
-            "are kept on the device and the host only; omit disk_memory"
-        )
     if options.restore not in (None, "on_admission", "prefetch"):
         raise InvalidConfigError(
             f"restore={options.restore!r} for a model with recurrent layers, whose pages do not "
             "come layer by layer; omit restore, or pass 'on_admission' or 'prefetch'"
         )
-    if options.state_memory == 0 and options.host_memory:
-        raise InvalidConfigError(
-            f"host_memory={options.host_memory!r} with state_memory=0 for a model with recurrent "
-            "layers: states go to the host from the device's memory for states; omit state_memory"
-        )
+    for name in ("host_memory", "disk_memory"):
+        if options.state_memory == 0 and getattr(options, name):
+            raise InvalidConfigError(
+                f"{name}={getattr(options, name)!r} with state_memory=0 for a model with recurrent "
+                "layers: states go there from the device's memory for states; omit state_memory"
+            )
     if model_config.num_attention_layers:
         return
     for name in ("kv_dtype", "kv_memory"):

@@ -177,7 +177,7 @@ def _proposed(row: Row) -> Extension:
 
 @final
 class DeviceStates:
-    """Copies the states of recurrent layers between slots, snapshots and the host.
+    """Copies the states of recurrent layers between slots, snapshots and the `host`.
 
     Without such layers it does nothing. It owns the snapshots: a cache whose slots and pages are
     their entries; None without any. On the host there are `num_host_snapshots` more. At most
@@ -198,7 +198,7 @@ class DeviceStates:
         self._own = [OwnShards(leaf.sharding) for leaf in leaves]
         sizes = [own.nbytes(leaf) for own, leaf in zip(self._own, leaves, strict=True)]
         self._most = transit_bytes(sum(sizes))
-        self._host = HostEntries(
+        self.host = HostEntries(
             leaves,
             self._own,
             num_host_snapshots,
@@ -220,7 +220,7 @@ class DeviceStates:
     def allocate_host(self) -> None:
         """Allocate the memory of the snapshots on the host now, once."""
         if self._has_host:
-            self._host.allocate()
+            self.host.allocate()
 
     def save(self, pages: DevicePages, copies: Iterable[StateCopy | HostStateCopy]) -> None:
         """Copy states, each with a page, to snapshots, and these to the host or from it."""
@@ -229,9 +229,9 @@ class DeviceStates:
             if isinstance(copy, StateCopy):
                 source, place = pages.cache, _entries(copy.slot, copy.page)
             elif copy.goes_out:
-                self._host.wait_for_room()
+                self.host.wait_for_room()
                 leaving = self._take(self.snapshots, np.asarray(copy.entry, np.int32))
-                self._host.send(jax.tree.leaves(leaving), (copy.host_entry,))
+                self.host.send(jax.tree.leaves(leaving), (copy.host_entry,))
                 continue
             else:
                 num_coming = self._await_some(self.snapshots, num_coming)
@@ -251,7 +251,7 @@ class DeviceStates:
 
     def _from_host(self, host_entry: int) -> Any:
         """Return a cache with one entry, an argument of jitted functions."""
-        found = self._host.read((host_entry,), 1)
+        found = self.host.read((host_entry,), 1)
         leaves, structure = jax.tree.flatten(self.snapshots)
         coming = [
             own.to_devices([value], like=[leaf])[0]
@@ -273,14 +273,14 @@ class DeviceStates:
     def renew(self) -> None:
         """Replace the snapshots by zeros, after a step that may have donated them."""
         like = abstract(self.snapshots)
-        self._host.drop_leaving()
+        self.host.drop_leaving()
         self._drop()
         self.snapshots = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
 
     def delete(self) -> None:
-        self._host.delete()
+        self.host.delete()
         self._drop()
 
     def _drop(self) -> None:

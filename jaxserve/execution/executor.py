@@ -58,6 +58,11 @@ class Executor(abc.ABC):
         return None
 
     @property
+    def host_states(self) -> HostMemory | None:
+        """Access to the states on the host, likewise."""
+        return None
+
+    @property
     def has_lost_params(self) -> bool:
         """Whether an array of the parameters was deleted, as donated ones are."""
         return False

@@ -158,8 +158,9 @@ class SimulatedExecutor(Executor):
         # The pages and slots of the group whose plan is being carried out.
         self._slots, self._cells = self._slots_of[0], self._cells_of[0]
         # The number of tokens in each snapshot, its state, and the page that follows the full ones.
-        self._snapshots: dict[int, tuple[int, int, np.ndarray]] = {}
-        self._host_snapshots: dict[int, tuple[int, int, np.ndarray]] = {}
+        num_each = 2 + config.page_size
+        self._snapshots = np.zeros((config.num_snapshots, num_each), np.int64)
+        self._host_snapshots = np.zeros((config.num_host_snapshots, num_each), np.int64)
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         # Keys are device groups and the link.
         self._free_at_s: dict[int, float] = {}
@@ -171,6 +172,11 @@ class SimulatedExecutor(Executor):
     @property
     def host_memory(self) -> HostMemory | None:
         return _HostRows(self._host_cells, self.fingerprint) if self.config.num_host_pages else None
+
+    @property
+    def host_states(self) -> HostMemory | None:
+        num = self.config.num_host_snapshots
+        return _HostRows(self._host_snapshots, self.fingerprint) if num else None
 
     def submit(self, plan: StepPlan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
@@ -246,8 +252,8 @@ class SimulatedExecutor(Executor):
     def _save_states(self, plan: StepPlan) -> None:
         for copy in plan.saves:
             if isinstance(copy, StateCopy):
-                source, page = self._slots[copy.slot], self._cells[copy.page].copy()
-                self._snapshots[copy.entry] = source.num_in_state, source.state, page
+                source, page = self._slots[copy.slot], self._cells[copy.page]
+                self._snapshots[copy.entry] = source.num_in_state, source.state, *page
             elif copy.goes_out:
                 self._host_snapshots[copy.host_entry] = self._snapshots[copy.entry]
             else:
@@ -277,7 +283,8 @@ class SimulatedExecutor(Executor):
         for slot, page, entry, is_on_host in plan.restores:
             kept = self._host_snapshots if is_on_host else self._snapshots
             target = self._slots[slot]
-            target.num_in_state, target.state, self._cells[page] = kept[entry]
+            target.num_in_state, target.state = map(int, kept[entry, :2])
+            self._cells[page] = kept[entry, 2:]
         self._check_window(plan)
 
     def _check_window(self, plan: StepPlan) -> None:

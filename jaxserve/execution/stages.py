@@ -435,6 +435,12 @@ class StepExecutor(ModelExecutor):
             return None
         return HostContents([pages.host for pages in self.page_pools], self.fingerprint)
 
+    @property
+    def host_states(self) -> HostMemory | None:
+        if not self.config.num_host_snapshots:
+            return None
+        return HostContents([stage.states.host for stage in self._stages], self.fingerprint)
+
     def fingerprint(self) -> bytes:
         """Return a hash that also depends on the stage plan, as contents of pages do."""
         digest = blake2b(digest_size=16)

@@ -12,6 +12,8 @@ from typing import final
 import numpy as np
 
 _KEY_BYTES = 16
+# What follows the key of the last full page in the key of a state, which is longer than any page's.
+TAIL_BYTES = 2 + _KEY_BYTES
 _INDEX = attrgetter("index")
 
 
@@ -75,6 +77,16 @@ def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 def _key(page: bytes, before: bytes) -> bytes:
     return blake2b(page, digest_size=_KEY_BYTES, key=before).digest()
+
+
+def state_key(page_key: bytes, tail: Sequence[int]) -> bytes:
+    """Return the key of a state: that of the full pages before it, and the tokens after these."""
+    return page_key + len(tail).to_bytes(2, "big") + _key(_bytes(tail), page_key)
+
+
+def tail_length(key: bytes) -> int:
+    """Return the number of tokens after the full pages before a state."""
+    return int.from_bytes(key[-TAIL_BYTES:-_KEY_BYTES], "big")
 
 
 @final

@@ -1,4 +1,4 @@
-"""The disk tier below the host: pages in files that a thread of its own reads and writes."""
+"""The disk tier below the host: pages, and states, in files that a thread reads and writes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, final
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.memory.cached_page import TAIL_BYTES
 
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"jaxserve page 1\n"
 _DIGEST_BYTES = 16
 _SUFFIX = ".page"
-# The most pages that wait to be written; further ones are not written.
-_MAX_WRITING = 64
+# The most pages, and about the most bytes, that wait to be written; others are not written.
+_MAX_WRITING, _MAX_WRITING_BYTES = 64, 1 << 30
 # The most pages that are requested and not taken yet.
 _MAX_READING = 64
 # A disk that finishes nothing in this time is given up.
@@ -30,14 +31,17 @@ PATIENCE_S = 10.0
 
 
 class PageStore(Protocol):
-    """Bytes by key; any may be dropped at any time. For one thread, except for `in`."""
+    """Bytes by key; any may be dropped at any time.
+
+    For one thread, except for `in` and `states_after`.
+    """
 
     @property
     def folder(self) -> Path: ...
 
     @property
     def num_pages(self) -> int:
-        """Number of stored pages; this and the next two may be read on any thread."""
+        """Number of stored pages, without states; this and the next two are for any thread."""
         ...
 
     @property
@@ -47,6 +51,10 @@ class PageStore(Protocol):
     def num_read(self) -> int: ...
 
     def __contains__(self, key: bytes) -> bool: ...
+
+    def states_after(self, page_key: bytes) -> Sequence[bytes]:
+        """Return the keys of the stored states (`state_key`) after these full pages."""
+        ...
 
     def write(self, key: bytes, contents: bytes) -> None: ...
 
@@ -63,7 +71,7 @@ class PageFiles:
 
     Reading checks a digest of key and contents: a torn or corrupt file is deleted and counts as
     missing. If the disk fails or is full, pages are not kept, and the log says so once. For one
-    thread at a time, except for `in`.
+    thread at a time, except for `in` and `states_after`.
 
     Args:
       folder: created if missing, and owned by this object until `close`. Files of former runs in it
@@ -77,12 +85,14 @@ class PageFiles:
     def __init__(self, folder: Path, max_bytes: int):
         self.folder = folder
         self.num_bytes = 0
+        self.num_pages = 0
         self.num_written = 0
         self.num_read = 0
         self.num_corrupt = 0
         self._max_bytes = max_bytes
         # Least recently used first: bytes of the file.
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._states: dict[bytes, tuple[bytes, ...]] = {}  # by the page key that they begin with
         self._has_failed = False
         self._lock: int | None = None
         try:
@@ -99,13 +109,12 @@ class PageFiles:
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
-    @property
-    def num_pages(self) -> int:
-        return len(self._sizes)
+    def states_after(self, page_key: bytes) -> Sequence[bytes]:
+        return self._states.get(page_key, ())
 
     def write(self, key: bytes, contents: bytes) -> None:
         """Write a file, and delete the least recently used to make room. Errors are logged."""
-        size = _header_bytes() + len(contents)
+        size = file_bytes(len(contents))
         while self._sizes and self.num_bytes + size > self._max_bytes:
             self._delete(next(iter(self._sizes)))
         if size > self._max_bytes:
@@ -120,9 +129,8 @@ class PageFiles:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             return
-        self._sizes[key] = size
-        self.num_bytes += size
-        self.num_written += 1
+        self._add(key, size)
+        self.num_written += not _is_state(key)
 
     def read(self, key: bytes) -> bytes | None:
         if key not in self._sizes:
@@ -135,13 +143,13 @@ class PageFiles:
         except OSError as error:
             self._report("read", error)
             whole = b""
-        digest, contents = whole[len(_MAGIC) :][:_DIGEST_BYTES], whole[_header_bytes() :]
+        digest, contents = whole[len(_MAGIC) :][:_DIGEST_BYTES], whole[file_bytes(0) :]
         if not whole.startswith(_MAGIC) or digest != _digest(key, contents):
             self.num_corrupt += 1
             _log.warning("%s is not what was written; its page is computed anew", path)
             self._delete(key)
             return None
-        self.num_read += 1
+        self.num_read += not _is_state(key)
         return contents
 
     def close(self) -> None:
@@ -174,13 +182,28 @@ class PageFiles:
                     stat = path.stat()
                     found.append((stat.st_mtime, bytes.fromhex(path.stem), stat.st_size))
         for _, key, size in sorted(found):
-            self._sizes[key] = size
-            self.num_bytes += size
+            self._add(key, size)
         while self.num_bytes > self._max_bytes:
             self._delete(next(iter(self._sizes)))
 
+    def _add(self, key: bytes, size: int) -> None:
+        self._sizes[key] = size
+        self.num_bytes += size
+        if _is_state(key):
+            before = key[:-TAIL_BYTES]
+            self._states[before] = (*self.states_after(before), key)
+        else:
+            self.num_pages += 1
+
     def _delete(self, key: bytes) -> None:
-        self.num_bytes -= self._sizes.pop(key, 0)
+        self.num_bytes -= self._sizes.pop(key)
+        if _is_state(key):
+            before = key[:-TAIL_BYTES]
+            others = tuple(each for each in self._states.pop(before) if each != key)
+            if others:
+                self._states[before] = others
+        else:
+            self.num_pages -= 1
         try:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
@@ -205,24 +228,27 @@ def _digest(key: bytes, contents: bytes) -> bytes:
     return blake2b(contents, digest_size=_DIGEST_BYTES, key=key).digest()
 
 
-def _header_bytes() -> int:
-    return len(_MAGIC) + _DIGEST_BYTES
+def _is_state(key: bytes) -> bool:
+    return len(key) > TAIL_BYTES
+
+
+def file_bytes(num_bytes: int) -> int:
+    """Return the size of a file with contents of `num_bytes`."""
+    return len(_MAGIC) + _DIGEST_BYTES + num_bytes
 
 
 class HostMemory(Protocol):
-    """The contents of the host's pages, between two plans."""
+    """The contents of the host's entries, which are pages or states, between two plans."""
 
     @property
-    def entry_bytes(self) -> int:
-        """The size of a page."""
-        ...
+    def entry_bytes(self) -> int: ...
 
     def has_arrived(self, entry: int) -> bool:
-        """Whether `read` returns at once: no copy to the page is pending or failed."""
+        """Whether `read` returns at once: no copy to the entry is pending or failed."""
         ...
 
     def read(self, entry: int) -> bytes:
-        """Return the contents of the page after all plans submitted so far."""
+        """Return the contents of the entry after all plans submitted so far."""
         ...
 
     def write(self, entry: int, contents: bytes) -> None:
@@ -249,10 +275,11 @@ NO_DISK = DiskUsage()
 
 @final
 class DiskTier:
-    """Writes pages to files, and reads them back, on a thread of its own. Reads go first.
+    """Writes pages and states to files, and reads them, on a thread of its own. Reads go first.
 
     `arrived` returns what was read. The disk is given up when it finishes nothing in `patience_s`.
-    `files` is closed with the tier, and used by the thread alone, except for `in` and its counters.
+    `files` is closed with the tier, and used by the thread alone, except for what other threads may
+    read of a `PageStore`.
     """
 
     def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
@@ -275,14 +302,19 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._writes or key in self.files
 
+    def states_after(self, page_key: bytes) -> list[bytes]:
+        """Return the keys of the states (`state_key`) after these full pages."""
+        pending = [key for key in list(self._writes) if key[:-TAIL_BYTES] == page_key]
+        return [*pending, *self.files.states_after(page_key)]
+
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
         """Write a page later, unless the disk has it; if too many wait, drop it unless `waits`."""
         with self._changed:
             if key in self or self._is_given_up:
                 return
             if waits:
-                self._wait_until(lambda: len(self._writes) < _MAX_WRITING)
-            if len(self._writes) < _MAX_WRITING:
+                self._wait_until(self._has_room)
+            if self._has_room():
                 self._writes[key] = contents
                 self._changed.notify_all()
 
@@ -301,6 +333,10 @@ class DiskTier:
                 self._reads.append((key, on_arrival))
                 self._changed.notify_all()
         return True
+
+    def _has_room(self) -> bool:
+        num_bytes = sum(map(len, self._writes.values()))
+        return len(self._writes) < _MAX_WRITING and num_bytes < _MAX_WRITING_BYTES
 
     @property
     def usage(self) -> DiskUsage:

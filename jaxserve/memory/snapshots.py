@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, final
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.memory.cached_page import state_key, tail_length
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
 
 # Where a snapshot was taken: at the end of an answer or of a prompt, where a sequence was
 # preempted, where a prompt went another way than an earlier one, or at a multiple of some tokens.
@@ -230,6 +232,13 @@ def _scaled(values: Sequence[float]) -> list[float]:
 Prefix: TypeAlias = tuple[Sequence[bytes], Sequence[int]]
 
 
+class StateOnDisk(NamedTuple):
+    """The key of a state on the disk, and the tokens that it is after."""
+
+    key: bytes
+    prefix: Prefix
+
+
 @final
 class _Tier:
     """The entries of a pool: free ones, and those of snapshots, on the host by their last use."""
@@ -258,11 +267,13 @@ class SnapshotCache:
     A snapshot that is evicted from the device goes to the host, if there is room or one that is
     worth less. One on the host is copied into a slot from there; it also comes to the device if it
     is worth more than one there. Copies are collected for the next plan, which makes them in order.
-    A snapshot that the next plan copies into a slot is not evicted before that plan is made.
+    A snapshot that the next plan copies into a slot is not evicted before that plan is made. With a
+    disk, what leaves the host is written there, whatever it is worth, and `load` brings it back.
 
     Args:
       num_entries: entries of the device's pool.
       num_host_entries: entries of the host's pool.
+      disk: for snapshots that leave the host, which `host_memory` reads; None without one.
 
     Attributes:
       num_out, num_in: snapshots copied to the host, and from it.
@@ -275,6 +286,8 @@ class SnapshotCache:
         retention: StateRetention,
         now: Callable[[], float],
         num_host_entries: int = 0,
+        disk: DiskTier | None = None,
+        host_memory: HostMemory | None = None,
     ):
         self.retention = retention
         self.num_saved = self.num_restored = self.num_out = self.num_in = 0
@@ -286,6 +299,11 @@ class SnapshotCache:
         # The copies that the next plan makes before its other edits.
         self._copies: list[tuple[Snapshot, StateCopy | HostStateCopy]] = []
         self._locked: set[Snapshot] = set()
+        # Those with copies in the newest plan, which may not be submitted yet.
+        self._taken: set[Snapshot] = set()
+        self._awaited: set[Snapshot] = set()
+        self._disk = None if host_memory is None else disk
+        self._host_memory = None if disk is None else host_memory
 
     @property
     def num_held(self) -> int:
@@ -294,6 +312,11 @@ class SnapshotCache:
     @property
     def num_on_host(self) -> int:
         return len(self._host.held)
+
+    @property
+    def max_awaited(self) -> int:
+        """The most states that sequences may await: others go through the rest of the host."""
+        return max(1, self._host.num_entries // 2)
 
     def entries_of(self, snapshot: Snapshot) -> tuple[int | None, int | None]:
         """Return its entries on the device and on the host; None where it is not."""
@@ -349,6 +372,44 @@ class SnapshotCache:
                 return max(found, key=lambda each: each.position)
         return None
 
+    def find_on_disk(self, prefix: Prefix) -> StateOnDisk | None:
+        """Return the state on the disk of the most tokens that a prefix begins with."""
+        if self._disk is None:
+            return None
+        page_keys, tokens = prefix
+        for num_pages in range(len(page_keys) - 1, -1, -1):
+            page_key, start = page_keys[num_pages], num_pages * self._page_size
+            found = [
+                key
+                for key in self._disk.states_after(page_key)
+                if key == state_key(page_key, tokens[start : start + tail_length(key)])
+            ]
+            if found:
+                key = max(found, key=tail_length)
+                position = start + tail_length(key)
+                return StateOnDisk(key, (page_keys[: num_pages + 1], tokens[:position]))
+        return None
+
+    def load(self, prefix: Prefix, contents: bytes) -> Snapshot | None:
+        """Put the state after these tokens, from the disk, on the host; None if there is no room.
+
+        It stays there until `release`. All plans have been submitted.
+        """
+        self._taken.clear()
+        if self.renew(prefix) or not self._make_room_on_host():
+            return None
+        assert self._host_memory is not None
+        self._host_memory.write(self._host.free[-1], contents)  # may find no memory
+        snapshot = Snapshot(len(prefix[1]), "end", self._now())
+        self._host.put(snapshot)
+        self._awaited.add(snapshot)
+        self.name(snapshot, prefix)
+        return snapshot
+
+    def release(self, loaded: Iterable[Snapshot]) -> None:
+        """Let snapshots leave the host that `load` has put there."""
+        self._awaited.difference_update(loaded)
+
     def restore(self, snapshot: Snapshot) -> None:
         """Keep a snapshot until the next plan, which copies it into a slot."""
         self._rates.use(snapshot, self._now())
@@ -371,6 +432,19 @@ class SnapshotCache:
             self.evict(snapshot)
         self._locked.clear()
 
+    def copy_out(self) -> None:
+        """Copy snapshots to the host with the next plan, as far as it has free entries."""
+        for snapshot in self._device.held:
+            if snapshot.page_keys and snapshot not in self._host.held and self._host.free:
+                self._copy_out(snapshot)
+
+    def move_to_disk(self) -> None:
+        """Move what plans have copied to the host to the disk, and free its entries."""
+        copied = {each for each, _ in self._copies}
+        for snapshot in [each for each in self._host.held if each not in copied]:
+            self._write_to_disk(snapshot, waits=True)
+            self.evict(snapshot)
+
     def close_host(self) -> None:
         """Use the host no longer, after `clear`."""
         self._host = _Tier(0)
@@ -383,6 +457,7 @@ class SnapshotCache:
     def take_copies(self) -> tuple[StateCopy | HostStateCopy, ...]:
         """Return the copies that the next plan makes before anything else; unlock all entries."""
         copies = tuple(copy for _, copy in self._copies)
+        self._taken = {each for each, _ in self._copies}
         self._copies.clear()
         self._locked.clear()
         return copies
@@ -405,26 +480,50 @@ class SnapshotCache:
         victim = self.retention.victim(candidates, self._now(), self._rates)
         if victim is coming:
             return False
-        if victim not in self._host.held and self._make_room_on_host(victim):
-            copy = HostStateCopy(self._device.held[victim], self._host.put(victim), goes_out=True)
-            self._copies.append((victim, copy))
-            self.num_out += 1
+        leaving = victim if self._disk is None else None
+        if victim not in self._host.held and self._make_room_on_host(leaving):
+            self._copy_out(victim)
         self._leave(self._device, victim)
         return True
 
-    def _make_room_on_host(self, leaving: Snapshot) -> bool:
-        """Free an entry of the host: of a snapshot on both tiers, or of one that is worth less."""
-        oldest = itertools.islice(self._host.held, _MAX_COMPARED)
-        kept = [each for each in oldest if each not in self._locked]
+    def _make_room_on_host(self, leaving: Snapshot | None = None) -> bool:
+        """Free an entry of the host; for `leaving`, only of a snapshot that is worth less.
+
+        A snapshot that is on the device, too, goes first. Others go to the disk, if their contents
+        can be read now.
+        """
+        memory, busy = self._host_memory, self._locked
+        if memory is not None:
+            busy = busy.union(self._awaited, self._taken, (each for each, _ in self._copies))
+        kept = [
+            each
+            for each, entry in itertools.islice(self._host.held.items(), _MAX_COMPARED)
+            if each not in busy and (memory is None or memory.has_arrived(entry))
+        ]
         if self._host.free or not kept:
             return bool(self._host.free)
         victim = next((each for each in kept if each in self._device.held), None)
         if victim is None:
-            victim = self.retention.victim([*kept, leaving], self._now(), self._rates)
-        if victim is leaving:
-            return False
+            candidates = kept if leaving is None else [*kept, leaving]
+            victim = self.retention.victim(candidates, self._now(), self._rates)
+            if victim is leaving:
+                return False
+            self._write_to_disk(victim)
         self._leave(self._host, victim)
         return True
+
+    def _write_to_disk(self, snapshot: Snapshot, *, waits: bool = False) -> None:
+        if self._disk is None or self._host_memory is None or not snapshot.page_keys:
+            return
+        key = state_key(snapshot.page_keys[-1], snapshot.tail)
+        if key not in self._disk:
+            contents = self._host_memory.read(self._host.held[snapshot])
+            self._disk.put(key, contents, waits=waits)
+
+    def _copy_out(self, snapshot: Snapshot) -> None:
+        entry, host_entry = self._device.held[snapshot], self._host.put(snapshot)
+        self._copies.append((snapshot, HostStateCopy(entry, host_entry, goes_out=True)))
+        self.num_out += 1
 
     def _is_kept(self, snapshot: Snapshot) -> bool:
         return snapshot in self._device.held or snapshot in self._host.held

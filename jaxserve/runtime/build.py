@@ -36,7 +36,7 @@ from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.model_executor import ModelExecutor
 from jaxserve.execution.sizes import nbytes, served_context
 from jaxserve.execution.weights import sharded
-from jaxserve.memory.disk_tier import DiskTier, PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles, file_bytes
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.function import FunctionDecoder
@@ -419,12 +419,24 @@ def build_executors(
 
 
 def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
-    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`."""
+    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
+
+    Raises InvalidConfigError if a page or a state does not fit into it, or cannot reach it.
+    """
     if options.disk_memory is None:
         return []
-    if any(executor.host_memory is None for executor in executors):
-        raise _no_host_pages(options)
     max_bytes = parse_bytes(options.disk_memory) // len(executors)
+    for executor in executors:
+        if executor.host_memory is None:
+            raise _no_host_pages(options)
+        memories = [each for each in (executor.host_memory, executor.host_states) if each]
+        least = file_bytes(max(memory.entry_bytes for memory in memories))
+        if max_bytes < least:
+            raise InvalidConfigError(
+                f"disk_memory={options.disk_memory!r} does not hold one page, or state, of each of "
+                f"{len(executors)} replicas; pass at least {least * len(executors):,}, or no "
+                "disk_memory"
+            )
     with ExitStack() as if_one_fails:
         disks = []
         for index in range(len(executors)):

@@ -133,6 +133,8 @@ def _known_masks(rows: tuple[int, ...], words: np.ndarray) -> TokenMasks:
 
 # (from, to), in the order in which they are made.
 PageCopies = tuple[tuple[int, int], ...]
+# Likewise, from slots to snapshots, and between snapshots and the host.
+StateCopies = tuple[StateCopy | HostStateCopy, ...]
 
 
 @final
@@ -174,7 +176,7 @@ class StepPlan:
     """
 
     index: int
-    saves: tuple[StateCopy | HostStateCopy, ...] = ()
+    saves: StateCopies = ()
     swaps_out: PageCopies = ()
     swaps_in: PageCopies = ()
     restores: tuple[StateCopy, ...] = ()

@@ -425,10 +425,10 @@ class Scheduler:
 
     def plan_flush(self, free_share: float = 1.0) -> StepPlan | None:
         """Return a plan of the copies of `KVManager.flush`; None if none is left."""
-        copies = self._kv.flush(free_share)
-        if not copies:
+        states, pages = self._kv.flush(free_share)
+        if not (states or pages):
             return None
-        return StepPlan(index=next(self._plan_indices), swaps_out=copies)
+        return StepPlan(index=next(self._plan_indices), saves=states, swaps_out=pages)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Apply what `plan` delivered; return the news in the order of the rows."""

@@ -33,6 +33,7 @@ class Plans:
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
         self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
+        self.host_states = simulated.host_states
         self.num_device_groups = simulated.num_device_groups
         self.seen: list[tuple[object, ...]] = []
         self._simulated, self._clock = simulated, clock

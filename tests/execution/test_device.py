@@ -74,6 +74,7 @@ class _SmallerPool:
     config: EngineConfig
     swap_costs: None = None
     host_memory: None = None
+    host_states: None = None
     refinement: None = None
 
     def submit(self, plan: StepPlan):

@@ -95,7 +95,7 @@ class Watched:
 
     def __init__(self, executor: DeviceExecutor, config: EngineConfig):
         self.config, self.swap_costs, self.refinement = config, None, None
-        self.host_memory = executor.host_memory
+        self.host_memory, self.host_states = executor.host_memory, executor.host_states
         self.counts = Counter()
         self._executor = executor
         self._on_host: dict[int, list[np.ndarray]] = {}

@@ -73,7 +73,7 @@ class GatedFiles:
 
 
 class PoorFiles:
-    """Page files that are slow to read and sometimes do not find a file."""
+    """Page files that are slow to read, and sometimes do not find or do not keep a file."""
 
     def __init__(self, files: PageFiles, rng: random.Random):
         self._files = files
@@ -83,8 +83,23 @@ class PoorFiles:
         time.sleep(self._rng.choice([0.0, 0.0, 0.0005, 0.002]))
         return self._files.read(key) if self._rng.random() < 0.9 else None
 
+    def write(self, key: bytes, contents: bytes) -> None:
+        if self._rng.random() < 0.9:
+            self._files.write(key, contents)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._files
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
+
+
+def spoil(folder: Path, rng: random.Random, share: float = 0.2) -> None:
+    """Truncate a share of the files, and change a byte of as many others."""
+    for path in sorted(folder.iterdir()):
+        contents = path.read_bytes()
+        if rng.random() < share:
+            path.write_bytes(contents[: len(contents) // 2])
+        elif contents and rng.random() < share:
+            at = rng.randrange(len(contents))
+            path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.memory.cached_page import state_key, tail_length
 from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from tests.common.processes import heeding_interrupts, interrupt
 from tests.common.waiting import until
@@ -70,6 +71,29 @@ def test_the_least_recently_used_go_when_there_is_no_room(disk):
     disk.put(b"l" * 16, b"x" * 2000)
     disk.flush()
     assert b"l" * 16 not in disk and not list(disk.files.folder.glob("*.part"))
+
+
+def test_states_are_found_by_the_pages_before_them(disk):
+    """While they wait to be written, once they are, and after a restart; not once they are gone."""
+    states = [state_key(KEYS[0], tail) for tail in ((), (1,), (1, 2))]
+    other = state_key(KEYS[1], (1,))
+    assert [tail_length(key) for key in states] == [0, 1, 2]
+    disk.files.writing.shut()
+    for key in (KEYS[0], other, *states):
+        disk.put(key, b"x" * 100)
+    assert sorted(disk.states_after(KEYS[0])) == sorted(states)
+    disk.files.writing.open()
+    disk.flush()
+    assert sorted(disk.states_after(KEYS[0])) == sorted(states)
+    disk.close()
+    again = DiskTier(PageFiles(disk.files.folder, 1320))
+    _file(disk.files.folder, states[0]).unlink()
+    assert _get(again, states[0]) is None and _get(again, states[1]) == b"x" * 100
+    assert sorted(again.states_after(KEYS[0])) == sorted(states[1:])
+    again.put(KEYS[2], b"x" * 1100)  # there is room for one more file
+    again.flush()
+    assert again.states_after(KEYS[0]) == [states[1]] and not again.states_after(KEYS[1])
+    again.close()
 
 
 def test_a_smaller_bound_after_a_restart_is_kept(disk):

@@ -303,6 +303,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     [
         ({"policy": "orca", "disk_memory": "1MB"}, "keeps no pages on the host"),
         ({"disk_memory": "1MB", "host_memory": 0}, "there are no host pages"),
+        ({"disk_memory": 100}, "does not hold one page, or state"),
         ({"disk_folder": "pages"}, "disk_memory"),
         ({"disk_memory": "1MB", "disk_folder": "/dev/null/pages"}, "disk_folder"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,16 @@ from jax.sharding import PartitionSpec as P
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.execution.sizes import nbytes
+from jaxserve.memory.disk_tier import file_bytes
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.store import load_model
+from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.sharding import StagePlan, make_groups, make_mesh
 from jaxserve.steps.step_function import Placement
-from jaxserve.testing import OPTIONS, RecordingExecutor, WrapAll, tiny_llama
+from jaxserve.testing import OPTIONS, ExecutorWrapper, RecordingExecutor, WrapAll, tiny_llama
 from tests.common.closeness import assert_close
 from tests.common.tiers import some
+from tests.memory.gate import spoil
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, torch_logits, write_checkpoint
 from tests.runtime.serving import CHECKPOINT
 
@@ -212,6 +216,49 @@ def test_conversations_with_and_without_snapshots(name, num_states, num_on_host,
             assert stats.num_pages_in > 50 or name == "mamba2"
 
 
+class _DearCopies(ExecutorWrapper):
+    """Has costs by which a page should be computed again rather than copied."""
+
+    swap_costs = SwapCosts(page_s=1.0, token_s=1e-3)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_later_run_finds_states_on_the_disk(checkpoint, num_stages, tmp_path):
+    """Turns continue from states of an earlier runtime; their tokens are those without a disk."""
+    folder, wanted = checkpoint
+    num = json.loads((Path(folder) / "config.json").read_text())["num_hidden_layers"]
+    mesh = None if num_stages == 1 else StagePlan.of([1] * num)
+    on_disk: dict[str, Any] = dict(disk_memory="4MB", disk_folder=tmp_path, host_memory="1MB")
+    on_disk["wrap_executor"] = _DearCopies
+    with Runtime.from_pretrained(folder, mesh=mesh, **on_disk, **CHECKPOINT) as rt:
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+    turns = [[*prompt, *answer, 7] for prompt, answer in zip(PROMPTS, wanted, strict=True)]
+    with Runtime.from_pretrained(folder, policy="orca", **CHECKPOINT) as rt:
+        second = _tokens(rt.generate(turns, PARAMS))
+    with Runtime.from_pretrained(folder, mesh=mesh, **on_disk, **CHECKPOINT) as rt:
+        answers = [rt.generate(turn, PARAMS) for turn in turns]
+        assert _tokens(answers) == second
+        cached = [each.num_cached_tokens for each in answers]
+        assert cached == [len(turn) - 2 for turn in turns]
+        assert rt.stats().num_pages_from_disk > 0
+        rt.check_integrity()
+    spoil(tmp_path / "0", random.Random(0))
+    with Runtime.from_pretrained(folder, mesh=mesh, **on_disk, **CHECKPOINT) as rt:
+        assert _tokens(rt.generate(turns, PARAMS)) == second
+        rt.check_integrity()
+
+
+@pytest.mark.release
+def test_a_disk_that_holds_no_state_is_refused(bamba, tmp_path):
+    """The error says how much does."""
+    with pytest.raises(InvalidConfigError, match="does not hold one page, or state") as refused:
+        Runtime.from_pretrained(bamba, disk_memory=2000, disk_folder=tmp_path, **CHECKPOINT)
+    least = re.search(r"pass at least ([\d,]+)", str(refused.value))
+    assert least is not None
+    assert int(least[1].replace(",", "")) == file_bytes(nbytes(_one_state(Path(bamba))))
+
+
 @pytest.mark.release
 def test_a_sleep_drops_states_of_the_host(bamba, bamba_answers):
     """The next turn is computed as a whole, and continues from states again after that."""
@@ -281,8 +328,8 @@ def test_states_that_do_not_fit_are_named(bamba, tmp_path):
     ("options", "mesh", "message"),
     [
         (dict(policy="exegpt_waa_c"), lambda: make_groups(encode=1, decode=1), "2 device groups"),
-        (dict(host_memory="1MB", state_memory=0), lambda: None, "state_memory=0"),
-        (dict(disk_memory="1MB", host_memory="1MB"), lambda: None, "disk_memory"),
+        (dict(host_memory="1MB", state_memory=0), lambda: None, "host_memory.*state_memory=0"),
+        (dict(disk_memory="1MB", state_memory=0), lambda: None, "disk_memory.*state_memory=0"),
         (dict(restore="per_layer"), lambda: None, "restore"),
     ],
 )

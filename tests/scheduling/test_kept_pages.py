@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import DeviceOnly, Tiered
 from jaxserve.testing import Outcome, Trace
 from tests.common.tiers import some
-from tests.memory.gate import PoorFiles
+from tests.memory.gate import PoorFiles, spoil
 
 pytestmark = pytest.mark.fast
 
@@ -110,17 +109,6 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
     assert num_found > 1000
 
 
-def _spoil(folder: Path, rng: random.Random) -> None:
-    """Truncate some files, and change a byte of others."""
-    for path in sorted(folder.iterdir()):
-        contents = path.read_bytes()
-        if rng.random() < 0.2:
-            path.write_bytes(contents[: len(contents) // 2])
-        elif contents and rng.random() < 0.2:
-            at = rng.randrange(len(contents))
-            path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
-
-
 @pytest.mark.release
 @pytest.mark.parametrize("policy", some(DISK_POLICIES), ids=lambda policy: policy.name)
 def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
@@ -139,5 +127,5 @@ def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_
                 assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
             num_found[run] += trace.counters["num_prefix_hit_on_disk"]
             num_corrupt += files.num_corrupt
-            _spoil(folder, random.Random(seed))
+            spoil(folder, random.Random(seed))
     assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxserve.core.config import EngineConfig
+from jaxserve.memory.cached_page import TAIL_BYTES
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.memory.snapshots import Grid, LearnedReuse, Marconi
 from jaxserve.scheduling.kv.manager import SwapCosts
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
+from tests.memory.gate import GatedFiles, PoorFiles, spoil
+from tests.scheduling.simulated import request_of
 from tests.scheduling.test_prefix_cache import CONFIG, Server
 
 POLICIES = [
@@ -221,6 +229,108 @@ def test_a_state_on_the_host_without_its_pages_is_not_used():
         assert server.first_rows[0][0] == start
         assert server.engine.stats.num_snapshots_in == (evicted != 4)
         server.engine.scheduler.check_integrity()
+
+
+ON_DISK = replace(STATES, num_snapshots=1, num_host_snapshots=4, num_host_pages=30)
+
+
+def _on_disk(folder: Path, config: EngineConfig = ON_DISK) -> tuple[Server, DiskTier]:
+    disk = DiskTier(GatedFiles(folder))
+    return Server(config, disk=disk), disk
+
+
+def test_a_state_comes_from_the_disk(tmp_path):
+    """It went there from the host, for other states; or at the end of an earlier run."""
+    server, disk = _on_disk(tmp_path)
+    (history,) = server.answer(SYSTEM)
+    for begin in range(200, 600, 50):
+        server.answer(tuple(range(begin, begin + 40)), max_tokens=1)
+    disk.flush()  # else they come from what is still to be written
+    for start in (25, 32, 39):
+        (history,) = server.answer((*history, 1, 2))
+        assert server.first_rows[0][0] == start
+        assert server.engine.stats.num_snapshots_in == 1
+        assert sum(len(key) > TAIL_BYTES for key in disk.files.reading.calls) == 1
+        server.engine.scheduler.check_integrity()
+        server.engine.close(is_whole=True)
+        server, disk = _on_disk(tmp_path)
+    server.engine.close(is_whole=True)
+
+
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    *most, last = path.read_bytes()
+    path.write_bytes(bytes([*most, last ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [_halve, _flip, Path.unlink])
+@pytest.mark.parametrize(
+    ("num_states", "num_pages", "start"), [(1, 0, 21), (2, 0, 0), (0, 1, 21), (0, 2, 0)]
+)
+def test_what_is_damaged_on_the_disk_is_computed_again(
+    damage, num_states, num_pages, start, tmp_path
+):
+    """A sequence begins with an earlier state if the last one, or a page before it, is damaged."""
+    server, _ = _on_disk(tmp_path)
+    (history,) = server.answer(SYSTEM)
+    server.engine.close(is_whole=True)
+    server, _ = _on_disk(tmp_path)  # which has found the files
+    states = [path for path in tmp_path.iterdir() if len(path.stem) > 2 * TAIL_BYTES]
+    states.sort(key=lambda path: np.frombuffer(path.read_bytes()[-48:], np.int64)[0], reverse=True)
+    pages = [path.with_stem(path.stem[: -2 * TAIL_BYTES]) for path in states]
+    for path in (*states[:num_states], *pages[:num_pages]):
+        damage(path)
+    assert server.answer((*history, 4)) == Server(STATES).answer((*history, 4))
+    assert server.first_rows[0][0] == start
+    server.engine.scheduler.check_integrity()
+    server.engine.close(is_whole=True)
+
+
+def test_many_turns_continue_from_the_disk(tmp_path):
+    """They wait for room on the host, which has fewer states, and do not evict each other's."""
+    config = replace(ON_DISK, num_snapshots=4, num_host_snapshots=8)
+    server, _ = _on_disk(tmp_path, config)
+    prompts = [(*SYSTEM[:9], i) for i in range(12)]
+    histories = [history for each in prompts for history in server.answer(each)]
+    server.engine.close(is_whole=True)
+    server, disk = _on_disk(tmp_path, config)
+    for history in histories:
+        server.engine.add(request_of(str(history), (*history, 4), max_tokens=5))
+    while server.engine.has_work:
+        server.engine.step()
+        server.engine.scheduler.check_integrity()
+        disk.flush()  # which takes no time on the virtual clock
+    assert server.engine.stats.num_snapshots_restored == 12
+    server.engine.close(is_whole=True)
+
+
+@pytest.mark.parametrize("policy", some(["pensieve", "auto"]))
+@seeds(40, 2)
+def test_states_and_pages_go_to_the_disk(policy, seeds, tmp_path):
+    """Later runs find them, and requests have the tokens that they have alone.
+
+    Disks are slow, small or full, and files are missing or damaged.
+    """
+    totals = Counter()
+    for seed in seeds:
+        for run in range(3):
+            folder, rng = tmp_path / str(seed), random.Random(f"{seed} {run}")
+            files = PageFiles(folder, 20_000 if seed % 4 == 0 else 1_000_000)
+            options = dict(with_faults=seed % 2 == 0, incoming_pages=(None, 1, 3)[seed % 3])
+            trace = state_trace(
+                seed, 1 + seed % 2, 1 + seed % 5, with_conversations=True, **options
+            )
+            rates = dict(cancel_rate=0.02, update_rate=0.01) if seed % 3 == 2 and not run else {}
+            disk = DiskTier(PoorFiles(files, rng) if seed % 2 else files)
+            trace.check(PRESETS[policy], disk=disk, **rates)
+            totals.update(trace.counters)
+            totals["num_corrupt"] += files.num_corrupt
+            spoil(folder, rng, share=0.03)
+    assert min(totals["num_prefix_hit_on_disk"], totals["num_snapshots_in"]) > 0
+    assert totals["num_corrupt"] > 0
 
 
 @pytest.mark.parametrize("states", some([LearnedReuse(), Grid(1), Grid(8), Marconi()]), ids=str)

@@ -17,11 +17,11 @@ from jaxserve.memory.grouped_table import GroupedPageTable, TableSizes
 from jaxserve.memory.page_cache import TIERS, PageCache, Tier
 from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import HostStateCopy, SnapshotCache, SnapshotKind, StateCopy
+from jaxserve.memory.snapshots import SnapshotCache, SnapshotKind, StateCopy
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, key_in, keys_of
 from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
-from jaxserve.scheduling.plan import PageCopies
+from jaxserve.scheduling.plan import PageCopies, StateCopies
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence, SequenceKV
 
@@ -294,7 +294,8 @@ class KVManager:
       policy: its retention and preemption say what is kept, and where.
       costs: of swapping and recomputing; None if they were not measured.
       disk: keeps what leaves the host, from former runs too; closed with the manager.
-      host_memory: the contents of the host's pages; needed with a disk.
+      host_memory, host_states: the contents of the host's pages, and of its states; needed with a
+        disk.
       on_arrival: called on the disk's thread when `retrieval` has something to take in.
     """
 
@@ -307,6 +308,7 @@ class KVManager:
         costs: SwapCosts | None = None,
         disk: DiskTier | None = None,
         host_memory: HostMemory | None = None,
+        host_states: HostMemory | None = None,
         on_arrival: Callable[[], None] = lambda: None,
     ):
         retention = policy.retention_for(config)
@@ -347,7 +349,6 @@ class KVManager:
             max_pages_out=config.max_pages_out,
         )
         self._restoring = Restoring(self._cache)
-        self.retrieval = Retrieval(self._cache, now, on_arrival)
         self._snapshots = None
         if config.num_snapshots and retention.keeps_pages:
             self._snapshots = SnapshotCache(
@@ -356,7 +357,10 @@ class KVManager:
                 retention.states,
                 now,
                 config.num_host_snapshots if retention.uses_host else 0,
+                disk,
+                host_states,
             )
+        self.retrieval = Retrieval(self._cache, now, on_arrival, self._snapshots)
         self._prefixes = PrefixCacheManager(
             self._cache,
             self._values,
@@ -612,7 +616,7 @@ class KVManager:
 
     def state_copies(
         self, admitted: Iterable[Sequence]
-    ) -> tuple[tuple[StateCopy | HostStateCopy, ...], tuple[StateCopy, ...]]:
+    ) -> tuple[StateCopies, tuple[StateCopy, ...]]:
         """Return the next plan's copies of states: those before and those after its other edits.
 
         These are the copies from slots and between tiers, and those to the slots of `admitted`.
@@ -697,14 +701,20 @@ class KVManager:
 
     def save(self) -> None:
         """Move everything on the host to the disk; no sequence may run any longer."""
+        if self._snapshots is not None:
+            self._snapshots.move_to_disk()
         self._cache.save()
 
-    def flush(self, free_share: float = 1.0) -> PageCopies:
-        """Return copies (device page, host page) of all cached pages that the host has room for.
+    def flush(self, free_share: float = 1.0) -> tuple[StateCopies, PageCopies]:
+        """Return copies to the host of all cached states and pages that it has room for.
 
-        A `free_share` of 0 copies only those that must be.
+        A `free_share` of 0 copies only the pages that must be.
         """
-        return self._cache.copies_out(free_share=free_share)
+        states: StateCopies = ()
+        if self._snapshots is not None and free_share:
+            self._snapshots.copy_out()
+            states = self._snapshots.take_copies()
+        return states, self._cache.copies_out(free_share=free_share)
 
     def close(self) -> None:
         if self._disk is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -16,7 +17,14 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE, PageTable
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.memory.snapshots import Prefix, Snapshot, SnapshotCache, SnapshotKind, StateCopy
+from jaxserve.memory.snapshots import (
+    Prefix,
+    Snapshot,
+    SnapshotCache,
+    SnapshotKind,
+    StateCopy,
+    StateOnDisk,
+)
 from jaxserve.scheduling.kv.holds import Holds
 from jaxserve.scheduling.sequence import (
     MAX_LOOKED_AT,
@@ -154,10 +162,35 @@ class PrefixCacheManager:
                 assert self._num_owned(sequence) <= most, "more pages are shared than remembered"
 
     def awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence waits for pages of the disk; requests them."""
+        """Whether a waiting sequence waits for pages, or a state, of the disk; requests them."""
         if self._cache.disk is None or not self._keeps or sequence.needs_whole_prompt:
             return False
-        return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
+        keys, state = self._keys_to_find(sequence), None
+        if self._snapshots is not None and not self._retrieval.is_missing(sequence.key):
+            keys, state = self._up_to_state(sequence, keys, self._snapshots)
+        return self._retrieval.awaits(sequence.key, keys, state)
+
+    def _up_to_state(
+        self, sequence: Sequence, keys: Seq[bytes], snapshots: SnapshotCache
+    ) -> tuple[Seq[bytes], StateOnDisk | None]:
+        """Return the keys of the pages before the last state on any tier, and it if on the disk.
+
+        All of these pages are on some tier, and those on the disk fit on the host; else none is
+        returned.
+        """
+        tiers = [*itertools.takewhile(lambda x: x != "nowhere", map(self._cache.tier_of, keys))]
+        tokens = sequence.known_tokens[: sequence.num_known - 1]
+        prefix = (sequence.kv.keys.root, *keys[: len(tiers)]), tokens
+        kept, state = snapshots.find(prefix), snapshots.find_on_disk(prefix)
+        position = 0 if kept is None else kept.position
+        if state is not None and len(state.prefix[1]) > position:
+            position = len(state.prefix[1])
+        else:
+            state = None
+        num_pages = position // self._page_size
+        if tiers[:num_pages].count("disk") > self._cache.max_host_pages:
+            return (), None
+        return keys[:num_pages], state
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
         """Bring pages of waiting sequences, in order, with the next, otherwise complete plan.
