@@ -29,10 +29,10 @@ from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFo
 class PanelledWeight(nnx.Module):
     """A weight of one matrix, in the panels that the kernel for CPUs reads.
 
-    panels    float32 or bfloat16 [panels, in, 48]
+    panels    float32 [panels, in, 48], or bfloat16 [panels, in / 2, 96]
 
-    Axes that a product sums over are one, and so are those of its result. Products are computed in
-    float32 for both dtypes.
+    Axes that a product sums over are one, and so are those of its result. See `panel_matmul` for
+    the precision of products.
     """
 
     def __init__(self, panels: Float[Array, "panels depth width"], out: tuple[int, ...]):
@@ -47,9 +47,11 @@ class PanelledWeight(nnx.Module):
         return cls(_in_panels(array, axes, dtype), axes.split(array.shape)[2])
 
     @staticmethod
-    def serves(dense: nnx.Param, axes: WeightAxes) -> bool:
-        """Return whether the weight is one matrix in float32."""
-        return axes.num_stacked == 0 and dense[...].dtype.name == "float32"
+    def serves(dense: nnx.Param, axes: WeightAxes, dtype: str) -> bool:
+        """Return whether the weight is one matrix in float32 that panels of a dtype can have."""
+        width = math.prod(axes.split(dense[...].shape)[1])
+        is_matrix = axes.num_stacked == 0 and dense[...].dtype.name == "float32"
+        return is_matrix and (dtype == "float32" or width % 2 == 0)
 
     def matrix(self) -> Float[Array, "in out"]:
         """Return the weight as one dense matrix; for tests."""
@@ -222,7 +224,7 @@ class Quantisation:
         if weight.get_metadata().get("stays_dense", False):
             return weight
         if format is None:
-            if self.panels is None or not PanelledWeight.serves(weight, axes):
+            if self.panels is None or not PanelledWeight.serves(weight, axes, self.panels):
                 return weight
             return PanelledWeight.of(weight, axes, self.panels)
         return QuantisedWeight.of(weight, axes, format)

@@ -1,4 +1,4 @@
-// Tiles of a matrix product in float32, with their sums in registers.
+// Tiles of a matrix product, with their sums in registers, in float32.
 //
 // Each output is one chain of fused multiply-adds in the order of the inner dimension: its bits
 // depend neither on the number of rows nor on how the product is cut into tiles.
@@ -7,6 +7,8 @@
 #define PALLAS_KERNELS_TILES_H_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "vectors.h"
@@ -15,13 +17,47 @@ constexpr int W = kWide;
 constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied together
 constexpr int kVectors = 3;             // kTile * kVectors sums fit the registers
 
+// What a tile multiplies with `column`s of the weight: a number, or a pair, of a row of x.
+inline Float<W> broadcast(const float* x) { return *x - Float<W>{}; }  // plus zero would change -0
+inline Int<W> broadcast(const Pair* x) {
+  int32_t both;
+  std::memcpy(&both, x, sizeof(both));
+  return both - Int<W>{};
+}
+
+inline Float<W> multiply_add(Float<W> a, Float<W> column, Float<W> sum) { return sum + a * column; }
+#ifdef __AVX512BF16__
+// One after the other, without rounding in between. Subnormal numbers count as zeros.
+inline Float<W> multiply_add(Int<W> a, Int<W> column, Float<W> sum) {
+  return (Float<W>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)column);
+}
+#endif
+
+// sum[r] += x[r * x_stride] * column, for one column of floats or of pairs.
+template <int R, typename X, typename Column>
+[[gnu::always_inline]] inline void add_products(Float<W> (&sum)[R][kVectors], const X* x,
+                                                int64_t x_stride, Column (&column)[kVectors]) {
+  if constexpr (W == 8)
+    for (int v = 0; v < kVectors; ++v) keep_in_register(column[v]);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const auto a = broadcast(x + r * x_stride);
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = multiply_add(a, column[v], sum[r][v]);
+      if constexpr (W == 8) keep_in_register(sum[r][v]);
+    }
+  }
+  asm volatile("" ::: "memory");  // keeps the compiler from mixing steps and spilling the sums
+}
+
 // total[r] (+)= sum over i of x[r][i] * b[i], for R rows of kVectors vectors; rows of total are
-// kStride apart. `lines` lines of `ahead` are prefetched every 4 steps. `Number` is float or a type
-// that loads as floats.
-template <int kStride, int R, typename Number, typename Ahead>
-void multiply(const float* __restrict x, int64_t x_stride, const Number* __restrict b,
-              int64_t b_stride, int64_t depth, bool first, float* __restrict total, Ahead& ahead,
-              int lines) {
+// kStride apart. `lines` lines of `ahead` are prefetched every 4 steps. b has floats, or pairs of
+// adjacent rows; x has floats, or pairs if b has. `depth` counts rows of b.
+template <int kStride, int R, typename X, typename Number, typename Ahead>
+void multiply(const X* __restrict x, int64_t x_stride, const Number* __restrict b, int64_t b_stride,
+              int64_t depth, bool first, float* __restrict total, Ahead& ahead, int lines) {
+  constexpr bool kWidens = std::is_same<X, float>::value && std::is_same<Number, Pair>::value;
   Float<W> sum[R][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -29,22 +65,21 @@ void multiply(const float* __restrict x, int64_t x_stride, const Number* __restr
     for (int v = 0; v < kVectors; ++v)
       sum[r][v] = first ? Float<W>{} : load<W>(total + r * kStride + v * W);
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
-    Float<W> column[kVectors];
+    const Number* row = b + i * b_stride;
+    if constexpr (kWidens) {
+      Float<W> column[kVectors];
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) {
-      column[v] = load<W>(b + i * b_stride + v * W);
-      if constexpr (W == 8) keep_in_register(column[v]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Float<W> a = x[r * x_stride + i] - Float<W>{};  // plus zero would be an addition: -0
+      for (int v = 0; v < kVectors; ++v) column[v] = (Float<W>)(load<W>(row + v * W) << 16);
+      add_products(sum, x + 2 * i, x_stride, column);
 #pragma GCC unroll 3
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] += a * column[v];
-        if constexpr (W == 8) keep_in_register(sum[r][v]);
-      }
+      for (int v = 0; v < kVectors; ++v) column[v] = (Float<W>)(load<W>(row + v * W) & ~0xffff);
+      add_products(sum, x + 2 * i + 1, x_stride, column);
+    } else {
+      decltype(load<W>(b)) column[kVectors];
+#pragma GCC unroll 3
+      for (int v = 0; v < kVectors; ++v) column[v] = load<W>(row + v * W);
+      add_products(sum, x + i, x_stride, column);
     }
-    asm volatile("" ::: "memory");  // keeps the compiler from mixing steps and spilling the sums
   };
   int64_t i = 0;
   for (; i + 4 <= depth; i += 4) {
@@ -62,20 +97,20 @@ void multiply(const float* __restrict x, int64_t x_stride, const Number* __restr
     for (int v = 0; v < kVectors; ++v) store(total + r * kStride + v * W, sum[r][v]);
 }
 
-template <int kStride, typename Number, typename Ahead, int... r>
+template <int kStride, typename X, typename Number, typename Ahead, int... r>
 auto multiply_for(int rows, std::integer_sequence<int, r...>) {
-  static constexpr decltype(&multiply<kStride, 1, Number, Ahead>) table[] = {
-      multiply<kStride, r + 1, Number, Ahead>...};
+  static constexpr decltype(&multiply<kStride, 1, X, Number, Ahead>) table[] = {
+      multiply<kStride, r + 1, X, Number, Ahead>...};
   return table[rows - 1];
 }
 
 // Calls `multiply` for 1 to kTile rows.
-template <int kStride, typename Number, typename Ahead>
-void multiply_rows(int rows, const float* x, int64_t x_stride, const Number* b, int64_t b_stride,
+template <int kStride, typename X, typename Number, typename Ahead>
+void multiply_rows(int rows, const X* x, int64_t x_stride, const Number* b, int64_t b_stride,
                    int64_t depth, bool first, float* total, Ahead& ahead, int lines) {
   constexpr auto counts = std::make_integer_sequence<int, kTile>();
-  multiply_for<kStride, Number, Ahead>(rows, counts)(x, x_stride, b, b_stride, depth, first, total,
-                                                     ahead, lines);
+  multiply_for<kStride, X, Number, Ahead>(rows, counts)(x, x_stride, b, b_stride, depth, first,
+                                                        total, ahead, lines);
 }
 
 #endif  // PALLAS_KERNELS_TILES_H_

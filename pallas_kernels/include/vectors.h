@@ -52,6 +52,18 @@ inline Float<W> load(const Bfloat16* from) {
   return (Float<W>)(__builtin_convertvector(x, Int<W>) << 16);
 }
 
+// Two bfloat16 numbers: `even` and `odd` of adjacent inner elements of a product.
+struct Pair {
+  uint16_t even, odd;
+};
+
+template <int W>
+inline Int<W> load(const Pair* from) {
+  Int<W> x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
 // One float8_e4m3fn number.
 struct Float8 {
   uint8_t bits;

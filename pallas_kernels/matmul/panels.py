@@ -1,8 +1,10 @@
 """Products with a weight that is laid out for the CPU once, when it is loaded.
 
 A weight [in, out] becomes panels [panels, in, PANEL]: PANEL columns in one run of memory, in the
-order in which the kernel (panels.cc) reads them. The last panel is filled with zeros. Panels are
-stored in float32 or bfloat16; products and sums are float32.
+order in which the kernel (panels.cc) reads them. The last panel is filled with zeros. Panels in
+bfloat16 have pairs of adjacent inputs, [panels, in / 2, 2 PANEL]: those of the first column, and so
+on. Inputs and sums are float32; where the processor has instructions for bfloat16 (AVX512-BF16) and
+the panels are in it, the kernel rounds the inputs, too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ PANEL = 48  # columns; panels.cc has the same number
 SOURCE = Path(__file__).with_name("panels.cc")
 SYMBOL = "PanelMatmul"
 # The flags of the library for panels of each dtype.
-STORED = {"float32": ("-DPANELS=float",), "bfloat16": ("-DPANELS=Bfloat16",)}
+STORED = {"float32": ("-DPANELS=float",), "bfloat16": ("-DPANELS=Pair",)}
 
 Implementation = Literal["xla", "cpu"]
 
@@ -30,22 +32,34 @@ Implementation = Literal["xla", "cpu"]
 def to_panels(
     weight: Float32[Array, "in out"], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "panels depth width"]:
-    """Return a weight in panels, rounded to a dtype."""
+    """Return a weight in panels, rounded to a dtype; its inputs are even for bfloat16."""
     depth, columns = weight.shape
+    run = _run(dtype)
     padded = jnp.pad(weight.astype(dtype), ((0, 0), (0, -columns % PANEL)))
-    return padded.reshape(depth, -1, PANEL).transpose(1, 0, 2)
+    ordered = padded.reshape(depth // run, run, -1, PANEL).transpose(2, 0, 3, 1)
+    return ordered.reshape(-1, depth // run, PANEL * run)
 
 
 def from_panels(panels: Float[Array, "panels depth width"], columns: int) -> Float[Array, "in out"]:
     """Return the weight of `columns` columns that is in panels, in their dtype."""
-    return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)[:, :columns]
+    ordered = _split(panels).transpose(1, 3, 0, 2)
+    return ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)[:, :columns]
 
 
 def columns_of(
     panels: Float[Array, "panels depth width"], index: Int[Array, " tokens"]
 ) -> Float[Array, "tokens in"]:
     """Return columns of the weight, as rows, in its dtype."""
-    return panels[index // PANEL, :, index % PANEL]
+    return _split(panels)[index // PANEL, :, index % PANEL].reshape(index.shape[0], -1)
+
+
+def _split(panels: Float[Array, "panels depth width"]) -> Float[Array, "panels depth panel run"]:
+    return panels.reshape(*panels.shape[:2], PANEL, _run(panels.dtype))
+
+
+def _run(dtype: jax.typing.DTypeLike) -> int:
+    """Return how many inputs of a column are side by side."""
+    return 4 // jnp.dtype(dtype).itemsize
 
 
 def panel_matmul(
@@ -58,6 +72,7 @@ def panel_matmul(
     """Multiply `x` with a weight in panels.
 
     Args:
+      x: is rounded to bfloat16 if the panels are in it and the processor multiplies such numbers.
       columns: number of the weight's columns.
       implementation: "cpu" on the CPU if a compiler is found, and "xla", which copies the weight
         for each product, elsewhere or if that refuses.
@@ -68,7 +83,8 @@ def panel_matmul(
     Raises:
       NotImplementedError, ValueError: see `dispatch`.
     """
-    wanted = (-(-columns // PANEL), x.shape[-1], PANEL)
+    run = _run(panels.dtype)
+    wanted = (-(-columns // PANEL), x.shape[-1] // run, PANEL * run)
     if x.ndim != 2 or panels.shape != wanted:
         raise ValueError(
             f"x{x.shape} and panels{panels.shape} do not fit {columns} columns; pass [tokens, in] "

@@ -9,7 +9,17 @@ from pathlib import Path
 def instruction_sets() -> dict[str, tuple[str, ...]]:
     """Return the flags of the compiler for each: the machine's own, and AVX2 where it has more."""
     found = {"native": ()}
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.machine() == "x86_64" and cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
+    if _has("avx2"):
         found["avx2"] = ("-march=haswell",)
     return found
+
+
+def has_bfloat16_products() -> bool:
+    """Return whether this machine's own instructions multiply bfloat16 numbers."""
+    return _has("avx512_bf16")
+
+
+def _has(feature: str) -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    is_x86 = platform.machine() == "x86_64" and cpuinfo.exists()
+    return is_x86 and f" {feature} " in cpuinfo.read_text()

@@ -13,10 +13,13 @@ from jaxserve.kernels import build, columns_of, from_panels, matmul, panel_matmu
 from jaxserve.kernels.matmul import panels
 from jaxserve.sharding import make_mesh
 from tests.common.closeness import assert_close
-from tests.common.instructions import instruction_sets
+from tests.common.instructions import has_bfloat16_products, instruction_sets
 from tests.common.tiers import examples
 
+ROUNDS = has_bfloat16_products()  # whether the kernel for this machine rounds inputs to bfloat16
 INSTRUCTIONS = instruction_sets()
+if ROUNDS:
+    INSTRUCTIONS["avx512"] = ("-mno-avx512bf16",)
 # Compiled as a whole, since each of their operations alone would be compiled for each shape.
 _to_panels = jax.jit(to_panels, static_argnums=1)
 _from_panels = jax.jit(from_panels, static_argnums=1)
@@ -88,34 +91,56 @@ def test_what_is_not_finite_stays_where_it_belongs(instructions):
     np.testing.assert_allclose(got[finite], wanted[finite], rtol=1e-4, atol=1e-4)
 
 
+def _rounded(array: np.ndarray) -> np.ndarray:
+    return np.asarray(jnp.asarray(array, jnp.bfloat16).astype(jnp.float32))
+
+
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_panels_in_bfloat16_are_multiplied_in_float32(instructions):
-    """The bits are those of the rounded weight in float32: activations and sums are not rounded."""
-    for rows, depth, width in ((1, 97, 100), (9, 576, 48), (40, 1153, 47)):
+def test_panels_in_bfloat16(instructions):
+    """The weight is rounded; inputs are if the processor multiplies bfloat16; sums are not.
+
+    Without rounded inputs, the bits are those of the rounded weight in float32.
+    """
+    for rows, depth, width in ((1, 98, 100), (9, 576, 48), (40, 1154, 47), (300, 34, 97)):
         x, weight = _draw(rows, depth, width)
-        rounded = np.asarray(jnp.asarray(weight, jnp.bfloat16).astype(jnp.float32))
-        assert np.any(rounded != weight)
         got = _by_kernel(x, weight, instructions, "bfloat16")
-        np.testing.assert_array_equal(got, _by_kernel(x, rounded, instructions))
+        if ROUNDS and instructions == "native":
+            wanted = _rounded(x).astype(np.float64) @ _rounded(weight)
+            assert_close(got, wanted, 2e-6)
+        else:
+            np.testing.assert_array_equal(got, _by_kernel(x, _rounded(weight), instructions))
+
+
+def test_xla_multiplies_panels_in_bfloat16_without_rounding_inputs():
+    x, weight = _draw(9, 576, 100)
     own = _to_panels(jnp.asarray(weight), jnp.bfloat16)
-    by_xla, by_choice = (
-        _panel_matmul(jnp.asarray(x), own, columns=width, implementation=implementation)
-        for implementation in ("xla", None)
-    )
-    assert_close(by_xla, got, 2e-6)
-    if instructions == "native":
-        np.testing.assert_array_equal(by_choice, got)
+    got = _panel_matmul(jnp.asarray(x), own, columns=100, implementation="xla")
+    assert_close(got, x.astype(np.float64) @ _rounded(weight), 2e-6)
+    chosen = _panel_matmul(jnp.asarray(x), own, columns=100)
+    np.testing.assert_array_equal(chosen, _by_kernel(x, weight, "native", "bfloat16"))
 
 
+def test_the_bits_of_a_row_are_its_own_in_bfloat16():
+    """As in float32, on each instruction set."""
+    x, weight = _draw(300, 700, 130)
+    for instructions in INSTRUCTIONS:
+        whole = _by_kernel(x, weight, instructions, "bfloat16")
+        for first, count in ((0, 1), (3, 8), (5, 33), (40, 260)):
+            some = _by_kernel(x[first : first + count], weight, instructions, "bfloat16")
+            np.testing.assert_array_equal(some, whole[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("columns", [1, 48, 100])
-def test_panels_hold_the_weight(columns):
+def test_panels_hold_the_weight(columns, dtype):
     """The weight and its columns come back, and zeros fill the last panel."""
-    _, weight = _draw(1, 7, columns)
-    own = _to_panels(jnp.asarray(weight))
-    np.testing.assert_array_equal(_from_panels(own, columns), weight)
+    _, weight = _draw(1, 8, columns)
+    weight = jnp.asarray(weight)
+    own = _to_panels(weight, dtype)
+    np.testing.assert_array_equal(_from_panels(own, columns), weight.astype(dtype))
     index = jnp.asarray([columns - 1, 0])
-    np.testing.assert_array_equal(columns_of(own, index), weight.T[np.asarray(index)])
-    wide = _from_panels(own, own.shape[0] * own.shape[2])
+    np.testing.assert_array_equal(columns_of(own, index), weight.astype(dtype).T[index])
+    wide = _from_panels(own, own.shape[0] * panels.PANEL)
     assert not np.asarray(wide)[:, columns:].any()
 
 
