@@ -16,6 +16,7 @@ _PAGES = _HERE / "paged_attention" / "cpu.cc"
 # The flags of attention over pages of each dtype.
 PAGES: Mapping[str, tuple[str, ...]] = {
     "float32": ("-DPAGES=float",),
+    "bfloat16": ("-DPAGES=Bfloat16",),
     "int8": ("-DPAGES=int8_t",),
     "float8_e4m3fn": ("-DPAGES=Float8",),
 }

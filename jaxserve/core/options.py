@@ -15,6 +15,7 @@ from jaxserve.core.suggestions import OPTIONS_ELSEWHERE, explain_unknown
 
 # Dtypes of quantized pages, which have one scale per token and head.
 KV_DTYPES = ("int8", "float8_e4m3fn")
+_ALL_KV_DTYPES = (*KV_DTYPES, "bfloat16")
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Other names of dtypes, as other engines have them.
@@ -25,7 +26,7 @@ _DTYPE_NAMES = {
     "fp16": "float16",
     "half": "float16",
 }
-_KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+_KV_DTYPE_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "bf16": "bfloat16"}
 
 # Formats of weights, and of the embedding and the head.
 QUANTIZE = ("bf16", "int8", "int4", "fp8", "w8a8", "keep")
@@ -183,7 +184,7 @@ class RuntimeOptions:
         has a `draft_model` or `disk_memory`, or `restore` is "per_layer" or "both".
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
-        float32's. "fp8" is "float8_e4m3fn".
+        float32's. "fp8" is "float8_e4m3fn". "bfloat16" is for models in float32 on CPUs, too.
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
@@ -407,10 +408,10 @@ class RuntimeOptions:
                     parse_bytes(size)
                 except InvalidConfigError as error:
                     raise InvalidConfigError(f"{name}: {error}") from None
-        if self.kv_dtype not in (None, *KV_DTYPES):
+        if self.kv_dtype not in (None, *_ALL_KV_DTYPES):
             raise InvalidConfigError(
-                f"kv_dtype={self.kv_dtype!r} is not supported; pass one of {KV_DTYPES}, or omit it "
-                "for the model's dtype"
+                f"kv_dtype={self.kv_dtype!r} is not supported; pass one of {_ALL_KV_DTYPES}, or "
+                "omit it for the model's dtype"
             )
         if self.quantize not in (None, *QUANTIZE):
             raise InvalidConfigError(

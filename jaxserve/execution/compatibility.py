@@ -219,10 +219,16 @@ def check_slot_options(model_config: Any, options: RuntimeOptions) -> None:
             )
 
 
-def check_quantised(
+def check_storage(
     options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None, dtype: str
 ) -> None:
-    """Raise InvalidConfigError if a model in `dtype` cannot have the weights that are asked for."""
+    """Raise InvalidConfigError if a model in `dtype` cannot have these weights, keys and values."""
+    if options.kv_dtype == "bfloat16" and dtype != "bfloat16":
+        if dtype != "float32" or jax.default_backend() != "cpu":
+            raise InvalidConfigError(
+                "kv_dtype='bfloat16' is for models in bfloat16, and for float32 on CPUs; this one "
+                f"is in {dtype} on {jax.default_backend()!r}; omit kv_dtype, or pass 'int8'"
+            )
     is_alone = mesh is None and jax.default_backend() == "cpu"
     if options.quantize == "bf16" and not (is_alone and dtype == "float32"):
         raise InvalidConfigError(

@@ -27,7 +27,7 @@ from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
 from jaxserve.execution.compatibility import (
     Setting,
     check_adapters_fit,
-    check_quantised,
+    check_storage,
     check_together,
 )
 from jaxserve.execution.compilation import start_jax
@@ -171,8 +171,7 @@ def build_parts(
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
-    if options.quantize is not None:
-        check_quantised(options, mesh, decoder.config.dtype)
+    check_storage(options, mesh, decoder.config.dtype)
     if (dtype := panels_dtype(decoder)) is not None:
         quantisation = Quantisation.in_panels(quantisation, dtype)
     if quantisation is not None:

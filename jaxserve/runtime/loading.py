@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.compatibility import Setting, check_quantised, check_together
+from jaxserve.execution.compatibility import Setting, check_storage, check_together
 from jaxserve.execution.compilation import executable_store, start_jax
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
@@ -57,8 +57,7 @@ def load_for(
     num_processes = 1 if group is None else group.num_processes
     check_together(Setting(options=options, mesh=mesh, num_processes=num_processes))
     check_early(options, policy, mesh, group)
-    if options.quantize is not None:
-        check_quantised(options, mesh, dtype or platform_defaults().dtype)
+    check_storage(options, mesh, dtype or platform_defaults().dtype)
     # Before the threads, which would outlive the error of an unknown model.
     resolve(name_or_path).fetch(weights=load == "auto", progress=options.progress)
     _begin_to_load(options, name_or_path, dtype, mesh)

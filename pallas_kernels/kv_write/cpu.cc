@@ -1,6 +1,6 @@
 // The write of a step into the paged cache on the CPU, as an XLA custom call whose pages are those
-// that it gets: float32 queries, keys and values, pages in float32 or, with scales, in int8 or
-// float8_e4m3fn. api.py states the contract.
+// that it gets: float32 queries, keys and values, pages in float32, bfloat16 or, with scales, in
+// int8 or float8_e4m3fn. api.py states the contract.
 
 #include <algorithm>
 #include <cmath>
@@ -58,6 +58,17 @@ inline void encode(float x, Float8* to) {
 }
 
 void put(const float* x, int64_t n, float* to, float*) { std::copy_n(x, n, to); }
+
+// Rounds to the nearest, and to the even one of two that are equally near.
+void put(const float* x, int64_t n, Bfloat16* to, float*) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    bits = is_nan ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1);
+    to[i].bits = static_cast<uint16_t>(bits >> 16);
+  }
+}
 
 // As quantize.py: a scale for the head, and what is left of its numbers in eight bits.
 template <typename T>
@@ -149,6 +160,7 @@ ffi::Error rotate_and_write(ffi::ThreadPool pool, Heads qkv, Table cos, Table si
   p.page_size = cache[3];
   p.first_page = at * p.num_pages;
   if (k.element_type() == ffi::F32) write_tokens<float>(pool, p);
+  else if (k.element_type() == ffi::BF16) write_tokens<Bfloat16>(pool, p);
   else if (k.element_type() == ffi::S8) write_tokens<int8_t>(pool, p);
   else if (k.element_type() == ffi::F8E4M3FN) write_tokens<Float8>(pool, p);
   else return ffi::Error::InvalidArgument("rotate_and_write: dtype of pages is not supported");

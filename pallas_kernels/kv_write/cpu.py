@@ -29,11 +29,11 @@ def rotate_and_write(
 ) -> Written:
     """Implement `api.rotate_and_write`. A token whose page is out of range writes nothing."""
     dispatch.require_cpu()
-    allowed = ("float32",) if k_scales is None else tuple(LARGEST)
+    allowed = ("float32", "bfloat16") if k_scales is None else tuple(LARGEST)
     if qkv.dtype != jnp.float32 or not {str(k_pages.dtype), str(v_pages.dtype)} <= {*allowed}:
         raise NotImplementedError(
-            f"it serves float32 with pages in float32, or with scales in {tuple(LARGEST)}, not "
-            f"{qkv.dtype} with {k_pages.dtype} and {v_pages.dtype}"
+            f"it serves float32 with pages in float32 or bfloat16, or with scales in "
+            f"{tuple(LARGEST)}, not {qkv.dtype} with {k_pages.dtype} and {v_pages.dtype}"
         )
     if k_pages.dtype != v_pages.dtype or qkv.size == 0:
         raise NotImplementedError("keys and values differ in their dtypes, or there are none")

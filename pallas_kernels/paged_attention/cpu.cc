@@ -1,5 +1,5 @@
-// Paged attention on the CPU, as an XLA custom call: float32 queries, pages in float32 or, with
-// scales, in int8 or float8_e4m3fn. api.py states the contract.
+// Paged attention on the CPU, as an XLA custom call: float32 queries, pages in float32, bfloat16 or,
+// with scales, in int8 or float8_e4m3fn. api.py states the contract.
 //
 // A work item is a run of consecutive queries of one row, with all query heads of some KV heads. It
 // goes through the keys that its queries see in blocks of kBlock positions, aligned to position 0,
@@ -8,8 +8,8 @@
 // the next keys while values are. For many queries, keys are transposed once in registers. The
 // operations for one query, and their order, depend neither on the rest of the batch nor on how its
 // row is cut into items: a block that a query does not see multiplies its sums by 1 and adds 0.
-// Elements of 8 bits become floats when they are loaded, values of many queries once for all of
-// them; the scale of a key multiplies its scores, and that of a value its weights.
+// Narrower elements become floats when they are loaded, values of many queries once for all of them;
+// the scale of a key multiplies its scores, and that of a value its weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -32,7 +32,7 @@ constexpr int kTileRows = 96;      // maximum of (query, head) pairs of an item,
 constexpr float kMasked = -1e30f;  // used for minus infinity; kMasked - kMasked is not NaN
 constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds per additional thread
 
-constexpr int kConvertsAbove = 4;    // queries for which values of 8 bits are converted only once
+constexpr int kConvertsAbove = 4;    // queries for which narrow values are converted only once
 constexpr int kTransposesAbove = 8;  // queries for which keys are transposed
 
 // An item has up to kHeadsTogether KV heads, which are beside each other in a page, if a thread has
@@ -175,7 +175,7 @@ void weigh(const Problem& p, int64_t first_head, int64_t position, int count, co
 // Computes an item. `after` is the one that this thread computes next, probably, or null.
 template <int W, typename T>
 void attend(const Problem& p, const Item& item, const Item* after) {
-  constexpr bool is_scaled = !std::is_same<T, float>::value;
+  constexpr bool is_narrow = !std::is_same<T, float>::value, is_scaled = sizeof(T) == 1;
   const int64_t dim = p.head_dim;
   const int count = item.queries * static_cast<int>(p.group);
   const int64_t position = int64_t{p.first_position[item.row]} + item.first;
@@ -183,7 +183,7 @@ void attend(const Problem& p, const Item& item, const Item* after) {
   static thread_local std::vector<float> scratch;
   const bool transposes = count > kTransposesAbove;
   const int step = transposes ? 2 * W : W;  // keys that are scored together
-  const bool converts = is_scaled && count > kConvertsAbove;
+  const bool converts = is_narrow && count > kConvertsAbove;
   const size_t needed = item.heads * count * (2 * dim + W + 1) + count * (kBlock + 1) +
                         (transposes ? dim * 2 * W : 0) + (converts ? kBlock * dim : 0) + 16;
   if (scratch.size() < needed) scratch.resize(needed);
@@ -296,6 +296,8 @@ using Attend = void (*)(const Problem&, const Item&, const Item*);
 
 template <typename T>
 constexpr ffi::DataType kType = ffi::F32;
+template <>
+constexpr ffi::DataType kType<Bfloat16> = ffi::BF16;
 template <>
 constexpr ffi::DataType kType<int8_t> = ffi::S8;
 template <>

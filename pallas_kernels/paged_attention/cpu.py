@@ -17,7 +17,7 @@ from jaxserve.kernels.cpu_targets import PAGES
 from jaxserve.kernels.paged_attention.operands import AttentionCall
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
-_PAGES = ("float32",)
+_PAGES = ("float32", "bfloat16")
 _SCALED_PAGES = ("int8", "float8_e4m3fn")
 
 
@@ -81,6 +81,7 @@ def _check_types(call: AttentionCall) -> None:
     q, k, v = call.q.dtype, call.k_pages.dtype, call.v_pages.dtype
     if str(q) != "float32" or k != v or str(k) not in pages:
         raise NotImplementedError(
-            f"it serves float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, "
-            f"not {q} with {k} and {v}" + ("" if call.k_scales is None else " and scales")
+            f"it serves float32 queries with pages in {' or '.join(_PAGES)}, or with scales in "
+            f"{_SCALED_PAGES}, not {q} with {k} and {v}"
+            + ("" if call.k_scales is None else " and scales")
         )

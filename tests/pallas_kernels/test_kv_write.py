@@ -147,14 +147,15 @@ def test_values_that_are_no_numbers_stay_in_their_head(implementation):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_the_kernel_for_cpus_rounds_as_xla_does(dtype):
     """Ties, zeros, tiny numbers, NaN and infinities get the same codes and scales."""
     shape = replace(TEST_SHAPES[-1], dtype="float32", page_dtype=dtype, tokens=64)
     inputs = make_inputs(shape, seed=0)
-    largest = {"int8": 127, "float8_e4m3fn": 448}[dtype]
+    largest = {"bfloat16": 1000, "int8": 127, "float8_e4m3fn": 448}[dtype]
     rng = np.random.default_rng(0)
-    # Whole and half steps of a scale of one, in heads whose largest number has no rest.
+    # Whole and half steps of a scale of one, and of bfloat16 from 128 on, in heads whose largest
+    # number has no rest.
     values = rng.integers(-2 * largest, 2 * largest, inputs["qkv"].shape) / 2
     values[..., 0] = largest
     values[1], values[2, 0], values[3, 1, -1, 3] = 0, 1e-30, np.nan
@@ -162,8 +163,10 @@ def test_the_kernel_for_cpus_rounds_as_xla_does(dtype):
     inputs |= {"qkv": jnp.asarray(values, jnp.float32), "tables": None}
     got, wanted = (_rotate_and_write(**inputs, layer=0, implementation=i) for i in ("cpu", "xla"))
     for new, right in zip(got, wanted, strict=True):
+        if right is None:
+            continue
         new, right = np.asarray(new), np.asarray(right)
-        if new.dtype.itemsize == 1:
+        if new.ndim == 5:
             # NaN has two codes in float8; its scale is NaN in any case.
             new, right = new[:, 1:].astype(np.float32), right[:, 1:].astype(np.float32)
             np.testing.assert_array_equal(new, right)

@@ -190,6 +190,20 @@ def test_bfloat16_is_computed_in_float32():
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", some(OPTIONS))
+@pytest.mark.parametrize("name", ["mixed", "decode", "prefill"])
+def test_float32_queries_of_pages_in_bfloat16(compiled_attention, name, options):
+    """The pages' numbers are widened exactly, so that the answer is that of float32 pages."""
+    shape = _shape(name)
+    q, *pages, rows = make_inputs(shape, seed=6)
+    half = [x.astype(jnp.bfloat16) for x in pages]
+    attend = partial(compiled_attention, layer=1, rows=rows, **_options(options, shape))
+    wanted = attend(q, *(x.astype(jnp.float32) for x in half))
+    got = attend(q, *half)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_layer_may_be_traced(compiled_attention):
     """A traced layer index reads the same layer as a static one."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
@@ -430,10 +444,10 @@ def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
 
 @pytest.mark.release
 def test_the_cpu_kernel_refuses_other_pages():
-    """8 bits without scales, floats with scales, and half precision go to XLA, with a reason."""
+    """8 bits without scales, floats with scales, and float16 go to XLA, with a reason."""
     q, k_pages, v_pages, rows = make_inputs(_shape("decode"), seed=18)
     scales = dict.fromkeys(("k_scales", "v_scales"), k_pages[..., 0])
-    for dtype, options in (("int8", {}), ("float32", scales), ("bfloat16", {})):
+    for dtype, options in (("int8", {}), ("float32", scales), ("float16", {})):
         pages = [x.astype(dtype) for x in (k_pages, v_pages)]
         attend = partial(_attend, q, *pages, 0, rows, **options)
         with pytest.raises(NotImplementedError, match=f"float32 .* not float32 with {dtype}"):

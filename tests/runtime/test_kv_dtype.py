@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, from the option to the answers: more pages, the same tokens."""
+"""Keys and values in 8 or 16 bits, from the option to the answers: more pages, the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i) for i in range(len(PROMPTS))
 ]
 # Two layers, two KV heads and eight tokens: keys and values of eight numbers each.
-PAGE_BYTES = {None: 2 * 2 * 8 * 2 * 8 * 4, **dict.fromkeys(KV_DTYPES, 2 * 2 * 8 * 2 * (8 + 4))}
+PAGE_BYTES = {
+    None: 2 * 2 * 8 * 2 * 8 * 4,
+    "bfloat16": 2 * 2 * 8 * 2 * 8 * 2,
+    **dict.fromkeys(KV_DTYPES, 2 * 2 * 8 * 2 * (8 + 4)),
+}
 NUM_PAGES = 20
 
 
@@ -29,7 +33,7 @@ def _runtime(kv_dtype: str | None, num_pages: int = NUM_PAGES, shards: int = 1, 
     return Runtime(tiny_llama(), kv_dtype=kv_dtype, kv_memory=memory, **options)
 
 
-@pytest.fixture(scope="module", params=some(KV_DTYPES))
+@pytest.fixture(scope="module", params=some(["bfloat16", *KV_DTYPES], 1))
 def alone(request):
     """The dtype, and the answer to each prompt alone, in a pool that holds all of them."""
     with _runtime(request.param, num_pages=60) as rt:
@@ -38,7 +42,7 @@ def alone(request):
         ]
 
 
-@pytest.mark.parametrize("wrong", ["int4", "bfloat16", "float8_e5m2", "", 8])
+@pytest.mark.parametrize("wrong", ["int4", "float16", "float8_e5m2", "", 8])
 def test_unknown_dtypes_are_refused_first(wrong):
     """The check comes before the model is loaded; the error lists the allowed dtypes."""
     with pytest.raises(InvalidConfigError, match=r"kv_dtype=.* one of \('int8', 'float8_e4m3"):
@@ -46,7 +50,12 @@ def test_unknown_dtypes_are_refused_first(wrong):
     assert RuntimeOptions.parse({}).kv_dtype is None
 
 
-@pytest.mark.parametrize("kv_dtype", some(["int8", None]))
+def test_bfloat16_is_for_models_in_float32_or_bfloat16():
+    with pytest.raises(InvalidConfigError, match="in float16 .*omit kv_dtype, or pass 'int8'"):
+        Runtime(tiny_llama(dtype="float16"), kv_dtype="bfloat16", **OPTIONS)
+
+
+@pytest.mark.parametrize("kv_dtype", some(["int8", "bfloat16", None]))
 def test_the_same_memory_holds_more_pages(kv_dtype):
     """As many pages fit with their scales, and the device holds exactly these bytes."""
     options = {**OPTIONS, "kv_memory": 20_000}
