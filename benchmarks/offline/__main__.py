@@ -256,9 +256,11 @@ OPTIONS = (
     option("--policy", "auto", "scheduling preset"),
     option("--load", None, "random for random weights"),
     option("--dtype", None, "of weights and cache"),
-    option("--quantize", None, "weights in few bits: int8, int4, or keep a GGUF's blocks"),
+    option("--quantize", None, "weights in few bits: bf16, int8, int4, or keep a GGUF's blocks"),
     option("--kv-memory", None, 'size of the page pool, e.g. "1GiB"'),
-    option("--kv-dtype", None, "of keys and values, if not --dtype's: int8 or float8_e4m3fn"),
+    option(
+        "--kv-dtype", None, "of keys and values, if not --dtype's: int8, float8_e4m3fn, bfloat16"
+    ),
     option("--max-slots", None, "most sequences at once", int),
     option("--max-context", 1024, "most tokens of prompt and answer"),
     option("--max-step-tokens", None, "most tokens of one step", int),

