@@ -58,6 +58,10 @@ class PageStore(Protocol):
 
     def write(self, key: bytes, contents: bytes) -> None: ...
 
+    def use(self, key: bytes) -> None:
+        """Count a stored key as used now; do nothing for another."""
+        ...
+
     def read(self, key: bytes) -> bytes | None:
         """Return the contents; None if they are missing or corrupt."""
         ...
@@ -132,14 +136,19 @@ class PageFiles:
         self._add(key, size)
         self.num_written += not _is_state(key)
 
+    def use(self, key: bytes) -> None:
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key))
+
     def read(self, key: bytes) -> bytes | None:
         if key not in self._sizes:
             return None
-        self._sizes.move_to_end(key)
+        self.use(key)
         path = self._path(key)
         try:
             whole = path.read_bytes()
-            os.utime(path)
         except OSError as error:
             self._report("read", error)
             whole = b""
@@ -290,8 +299,9 @@ class DiskTier:
         self._reads: deque[tuple[bytes, Callable[[], None]]] = deque()
         self._arrived: list[tuple[bytes, bytes | None]] = []
         self._num_reading = 0
-        # Contents to write, until they are written.
+        # Contents to write, until they are written, and keys that were used without being read.
         self._writes: dict[bytes, bytes] = {}
+        self._used: dict[bytes, None] = {}
         self._num_done = 0
         self._is_busy = False
         self._is_closing = False
@@ -306,6 +316,15 @@ class DiskTier:
         """Return the keys of the states (`state_key`) after these full pages."""
         pending = [key for key in list(self._writes) if key[:-TAIL_BYTES] == page_key]
         return [*pending, *self.files.states_after(page_key)]
+
+    def use(self, key: bytes) -> bool:
+        """Return whether the disk has a page, which then counts as used now."""
+        with self._changed:
+            is_here = key in self
+            if key in self.files and not self._is_given_up:
+                self._used[key] = None
+                self._changed.notify_all()
+        return is_here
 
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
         """Write a page later, unless the disk has it; if too many wait, drop it unless `waits`."""
@@ -355,7 +374,9 @@ class DiskTier:
 
     def flush(self) -> None:
         with self._changed:
-            self._wait_until(lambda: not (self._reads or self._writes or self._is_busy))
+            self._wait_until(
+                lambda: not (self._reads or self._writes or self._used or self._is_busy)
+            )
 
     def close(self) -> None:
         """Finish the pending writes, unless the disk hangs, and stop the thread; the files stay.
@@ -395,10 +416,21 @@ class DiskTier:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._reads or self._writes or self._is_closing)
-                if self._is_given_up or not (self._reads or self._writes):
+                self._changed.wait_for(
+                    lambda: self._reads or self._writes or self._used or self._is_closing
+                )
+                if self._is_given_up or not (self._reads or self._writes or self._used):
                     return
                 self._is_busy = True
+                used, self._used = self._used, {}
+            for key in used:
+                self.files.use(key)
+            with self._changed:
+                if not (self._reads or self._writes):
+                    self._is_busy = False
+                    self._num_done += 1
+                    self._changed.notify_all()
+                    continue
                 on_arrival = contents = None
                 if self._reads:
                     key, on_arrival = self._reads.popleft()

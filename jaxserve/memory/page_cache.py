@@ -382,7 +382,7 @@ class PageCache:
         return True
 
     def _write_to_disk(self, page: CachedPage, *, waits: bool = False) -> None:
-        if page.key is None or self.disk is None or page.key in self.disk:
+        if page.key is None or self.disk is None or self.disk.use(page.key):
             return
         assert self._host_memory is not None and page.host_page is not None
         self.disk.put(page.key, self._host_memory.read(page.host_page), waits=waits)

@@ -516,7 +516,7 @@ class SnapshotCache:
         if self._disk is None or self._host_memory is None or not snapshot.page_keys:
             return
         key = state_key(snapshot.page_keys[-1], snapshot.tail)
-        if key not in self._disk:
+        if not self._disk.use(key):
             contents = self._host_memory.read(self._host.held[snapshot])
             self._disk.put(key, contents, waits=waits)
 

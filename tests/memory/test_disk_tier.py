@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -71,6 +72,25 @@ def test_the_least_recently_used_go_when_there_is_no_room(disk):
     disk.put(b"l" * 16, b"x" * 2000)
     disk.flush()
     assert b"l" * 16 not in disk and not list(disk.files.folder.glob("*.part"))
+
+
+def test_what_leaves_the_host_again_counts_as_used(disk):
+    """Its file, and after a restart too: otherwise the head of a long conversation goes first."""
+    for key in KEYS:
+        disk.put(key, b"x" * 100)
+    disk.flush()
+    assert disk.use(KEYS[2]) and not disk.use(b"k" * 16)
+    disk.flush()
+    for i, key in enumerate((KEYS[0], *KEYS[3:], KEYS[1])):
+        os.utime(_file(disk.files.folder, key), (i, i))  # files of one moment have no order
+    assert disk.use(KEYS[0]) and disk.use(KEYS[1])
+    disk.put(b"k" * 16, b"x" * 600)
+    disk.flush()
+    assert [key in disk for key in KEYS] == [True] * 3 + [False] * 5 + [True] * 2
+    disk.close()
+    again = DiskTier(PageFiles(disk.files.folder, 1100))
+    assert [key in again for key in KEYS] == [True] * 3 + [False] * 7
+    again.close()
 
 
 def test_states_are_found_by_the_pages_before_them(disk):
