@@ -278,6 +278,11 @@ def _warn_once(reason: str) -> None:
     _logger.warning("XLA computes instead of C++ kernels, several times slower: %s", reason)
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether C++ kernels have instructions here that multiply bfloat16 numbers."""
+    return has_compiler() and "avx512_bf16" in cpu_model().split()
+
+
 def cpu_model() -> str:
     """Return what `-march=native` depends on, because machines may share a cache folder."""
     try:

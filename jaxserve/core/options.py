@@ -15,9 +15,9 @@ from jaxserve.core.suggestions import OPTIONS_ELSEWHERE, explain_unknown
 
 # Dtypes of quantized pages, which have one scale per token and head.
 KV_DTYPES = ("int8", "float8_e4m3fn")
-_ALL_KV_DTYPES = (*KV_DTYPES, "bfloat16")
 
 DTYPES = ("float32", "bfloat16", "float16")
+_ALL_KV_DTYPES = (*KV_DTYPES, *DTYPES)
 # Other names of dtypes, as other engines have them.
 _DTYPE_NAMES = {
     "fp32": "float32",
@@ -184,7 +184,8 @@ class RuntimeOptions:
         has a `draft_model` or `disk_memory`, or `restore` is "per_layer" or "both".
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
-        float32's. "fp8" is "float8_e4m3fn". "bfloat16" is for models in float32 on CPUs, too.
+        float32's. "fp8" is "float8_e4m3fn". "bfloat16" is for models in float32
+        on CPUs, too, and their default if weights are in it.
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for

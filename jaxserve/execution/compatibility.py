@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
-from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.options import DTYPES, RuntimeOptions
 from jaxserve.core.page_layout import page_layout
 from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.kernels import build, dispatch
@@ -223,12 +223,13 @@ def check_storage(
     options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None, dtype: str
 ) -> None:
     """Raise InvalidConfigError if a model in `dtype` cannot have these weights, keys and values."""
-    if options.kv_dtype == "bfloat16" and dtype != "bfloat16":
-        if dtype != "float32" or jax.default_backend() != "cpu":
-            raise InvalidConfigError(
-                "kv_dtype='bfloat16' is for models in bfloat16, and for float32 on CPUs; this one "
-                f"is in {dtype} on {jax.default_backend()!r}; omit kv_dtype, or pass 'int8'"
-            )
+    platform = jax.default_backend()
+    of_floats = {dtype, "bfloat16"} if (platform, dtype) == ("cpu", "float32") else {dtype}
+    if options.kv_dtype in set(DTYPES) - of_floats:
+        raise InvalidConfigError(
+            f"kv_dtype={options.kv_dtype!r} is for models in it, and 'bfloat16' for float32 on "
+            f"CPUs; this one is in {dtype} on {platform!r}; omit kv_dtype, or pass 'int8'"
+        )
     is_alone = mesh is None and jax.default_backend() == "cpu"
     if options.quantize == "bf16" and not (is_alone and dtype == "float32"):
         raise InvalidConfigError(

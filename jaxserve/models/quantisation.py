@@ -184,17 +184,17 @@ class Quantisation:
         )
 
     @classmethod
-    def at_loading(cls, options: RuntimeOptions, mesh: Any) -> Self | None:
+    def at_loading(cls, options: RuntimeOptions, mesh: Any, panels: str = "float32") -> Self | None:
         """Return the storage of a checkpoint's weights that only this runtime will use.
 
-        On a single CPU, dense weights get the layout of its kernel. It is a copy, so that weights
-        that are shared with a trainer keep theirs.
+        On a single CPU, dense float32 weights get the layout of its kernel, in the dtype `panels`.
+        It is a copy, so that weights that are shared with a trainer keep theirs.
         """
         found = cls.of(options)
         is_alone = mesh is None and jax.default_backend() == "cpu"
         if not is_alone or not build.has_compiler() or (found and found.keeps_blocks):
             return found
-        return cls.in_panels(found)
+        return cls.in_panels(found, panels)
 
     @classmethod
     def in_panels(cls, other: Self | None, dtype: str = "float32") -> Self:

@@ -172,8 +172,10 @@ def build_parts(
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
     check_storage(options, mesh, decoder.config.dtype)
-    if (dtype := panels_dtype(decoder)) is not None:
-        quantisation = Quantisation.in_panels(quantisation, dtype)
+    if (panels := panels_dtype(decoder)) is not None:
+        quantisation = Quantisation.in_panels(quantisation, panels)
+    if quantisation is not None and quantisation.panels == "bfloat16" and options.kv_dtype is None:
+        options = replace(options, kv_dtype="bfloat16")
     if quantisation is not None:
         quantiser = Quantiser(decoder, quantisation)
         if quantiser.is_dense(used):
@@ -204,7 +206,7 @@ def build_parts(
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)
         graphdef, used = nnx.split(adapted)
-    drafter = load_drafter(options, decoder.config, tokenizer)
+    drafter = load_drafter(options, decoder.config, tokenizer, panels or "float32")
     check_early(options, policy, mesh, group)
     claim(group)
     with (
@@ -475,8 +477,9 @@ def load_drafter(
     options: RuntimeOptions,
     config: DecoderConfig,
     tokenizer: Tokenizer | None,
+    panels: str,
 ) -> Drafter | None:
-    """Return the draft model of the options; None without one.
+    """Return the draft model of the options, with weights in panels of a dtype; None without one.
 
     Raises InvalidConfigError if it does not fit the served model or cannot be served with it, and
     ModelError or DownloadError if it cannot be loaded.
@@ -490,7 +493,7 @@ def load_drafter(
         loaded = load_model(
             given,
             dtype=config.dtype,
-            quantisation=Quantisation.at_loading(RuntimeOptions(), None),
+            quantisation=Quantisation.at_loading(RuntimeOptions(), None, panels),
             progress=options.progress,
         )
         model, own = cast(Any, nnx.merge(loaded.graphdef, loaded.params)), loaded.tokenizer

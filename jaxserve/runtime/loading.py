@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from jaxserve.execution.compatibility import Setting, check_storage, check_toget
 from jaxserve.execution.compilation import executable_store, start_jax
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
+from jaxserve.kernels.build import multiplies_bfloat16
 from jaxserve.kernels.cpu_targets import compile_together
 from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import own_mesh, processes_of
@@ -59,12 +61,35 @@ def load_for(
     check_early(options, policy, mesh, group)
     check_storage(options, mesh, dtype or platform_defaults().dtype)
     # Before the threads, which would outlive the error of an unknown model.
-    resolve(name_or_path).fetch(weights=load == "auto", progress=options.progress)
-    _begin_to_load(options, name_or_path, dtype, mesh)
+    found = resolve(name_or_path)
+    path = found.fetch(weights=load == "auto", progress=options.progress)
+    is_narrow = found.kind == "gguf" or _is_in_bfloat16(path)
+    panels = panels_for(options, dtype, mesh) if is_narrow else "float32"
+    _begin_to_load(options, name_or_path, dtype, mesh, panels)
     with nullcontext() if group is None else group.together():
         return load_weights(
-            options, name_or_path, load=load, dtype=dtype, mesh=own_mesh(mesh, group)
+            options, name_or_path, load=load, dtype=dtype, mesh=own_mesh(mesh, group), panels=panels
         )
+
+
+def panels_for(options: RuntimeOptions, dtype: str | None, mesh: Any) -> str:
+    """Return the dtype of dense weights in 16 bits on one CPU, of which none is asked for.
+
+    Where the processor multiplies bfloat16 numbers, products of these are much faster.
+    """
+    is_free = dtype is None and options.quantize is None and options.kv_dtype != "float32"
+    is_alone = mesh is None and jax.default_backend() == "cpu"
+    return "bfloat16" if is_free and is_alone and multiplies_bfloat16() else "float32"
+
+
+def _is_in_bfloat16(folder: Path) -> bool:
+    """Return whether a folder's config.json says that its weights are."""
+    from jaxserve.models.registry import config_json
+
+    given = config_json(folder)
+    text = given.get("text_config") or {}
+    stored = (each.get(name) for each in (given, text) for name in ("dtype", "torch_dtype"))
+    return "bfloat16" in stored
 
 
 def load_weights(
@@ -74,8 +99,12 @@ def load_weights(
     load: Literal["auto", "random"] = "auto",
     dtype: str | None,
     mesh: Mesh | StagePlan | DeviceGroups | None,
+    panels: str = "float32",
 ) -> LoadedModel:
-    """Load a model in the form in which a runtime with these options stores it."""
+    """Load a model in the form in which a runtime with these options stores it.
+
+    `panels` is the dtype of dense weights of a float32 model on one CPU.
+    """
     from jaxserve.models.quantisation import Quantisation
     from jaxserve.models.store import load_model
 
@@ -86,7 +115,7 @@ def load_weights(
             load=load,
             seed=options.seed,
             mesh=mesh,
-            quantisation=Quantisation.at_loading(options, mesh),
+            quantisation=Quantisation.at_loading(options, mesh, panels),
             saves_behind=True,
             huge_pages=options.huge_pages,
             remember=_remembered,
@@ -108,13 +137,17 @@ def _begin_to_load(
     name_or_path: str,
     dtype: str | None,
     mesh: Mesh | StagePlan | DeviceGroups | None,
+    panels: str,
 ) -> None:
     """Load C++ kernels, and executables that will be needed first, while the weights are read.
 
     On a machine's first start a compiler makes the kernels, which takes seconds.
     """
     is_cpu, store = jax.default_backend() == "cpu", executable_store()
+    panels = "bfloat16" if options.quantize == "bf16" else panels
     pages_dtype = options.kv_dtype or dtype or platform_defaults().dtype
+    if panels == "bfloat16" and options.kv_dtype is None:
+        pages_dtype = panels
     is_expected = False
     if mesh is None:
         try:
@@ -128,7 +161,7 @@ def _begin_to_load(
             if is_cpu:
                 compile_together(
                     pages_dtype,
-                    "bfloat16" if options.quantize == "bf16" else "float32",
+                    panels,
                     is_quantised=options.quantize not in (None, "bf16"),
                     has_adapters=options.max_adapters > 0,
                 )

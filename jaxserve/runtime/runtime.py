@@ -154,7 +154,9 @@ class Runtime(Service):
           revision: a branch, tag or commit of the Hub.
           load: "random" draws random weights for the folder's config.json and reads no weights.
           dtype: "float32", "bfloat16" or "float16", also as "bf16" and the like; the platform's by
-            default and for "auto".
+            default and for "auto". Weights of a GGUF file, or of a folder in bfloat16, are then in
+            bfloat16 on one CPU that multiplies such numbers, and so are keys and values, as with
+            quantize="bf16" and kv_dtype="bfloat16"; "float32" has both in float32.
 
         Raises:
           UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError, ModelCacheError,

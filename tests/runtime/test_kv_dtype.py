@@ -42,7 +42,7 @@ def alone(request):
         ]
 
 
-@pytest.mark.parametrize("wrong", ["int4", "float16", "float8_e5m2", "", 8])
+@pytest.mark.parametrize("wrong", ["int4", "float64", "float8_e5m2", "", 8])
 def test_unknown_dtypes_are_refused_first(wrong):
     """The check comes before the model is loaded; the error lists the allowed dtypes."""
     with pytest.raises(InvalidConfigError, match=r"kv_dtype=.* one of \('int8', 'float8_e4m3"):
@@ -50,9 +50,10 @@ def test_unknown_dtypes_are_refused_first(wrong):
     assert RuntimeOptions.parse({}).kv_dtype is None
 
 
-def test_bfloat16_is_for_models_in_float32_or_bfloat16():
-    with pytest.raises(InvalidConfigError, match="in float16 .*omit kv_dtype, or pass 'int8'"):
-        Runtime(tiny_llama(dtype="float16"), kv_dtype="bfloat16", **OPTIONS)
+def test_a_floating_dtype_is_the_models_or_bfloat16_for_float32():
+    for dtype, kv_dtype in (("float16", "bfloat16"), ("float32", "float16")):
+        with pytest.raises(InvalidConfigError, match=f"in {dtype} .*omit kv_dtype, or pass 'int8'"):
+            Runtime(tiny_llama(dtype=dtype), kv_dtype=kv_dtype, **OPTIONS)
 
 
 @pytest.mark.parametrize("kv_dtype", some(["int8", "bfloat16", None]))

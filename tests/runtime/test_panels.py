@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
@@ -17,10 +18,12 @@ from jaxserve.kernels import dispatch
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantisation import PanelledWeight, Quantisation, Quantiser, panels_dtype
 from jaxserve.models.quantised import QuantisedWeight
+from jaxserve.runtime.loading import panels_for
 from jaxserve.sharding import make_mesh
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from tests.common.instructions import has_bfloat16_products
-from tests.runtime.serving import weights
+from tests.models.hf_checkpoints import write_checkpoint
+from tests.runtime.serving import CHECKPOINT, weights
 
 PROMPTS = random_prompts(4, longest=30)
 EACH = SamplingParams(max_tokens=12)
@@ -168,3 +171,39 @@ def test_weights_in_bfloat16_are_for_a_float32_model_on_one_cpu(settings, said):
     model = tiny_llama() if settings else tiny_llama(dtype="bfloat16")
     with pytest.raises(InvalidConfigError, match=f"{said}.*pass dtype='bfloat16'"):
         Runtime(model, quantize="bf16", **settings, **OPTIONS)
+
+
+NARROW = "bfloat16" if has_bfloat16_products() else "float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "wanted"),
+    [
+        ({}, None, NARROW),
+        ({"kv_dtype": "int8"}, None, NARROW),
+        ({"kv_dtype": "float32"}, None, "float32"),
+        ({"quantize": "int8"}, None, "float32"),
+        ({}, "float32", "float32"),
+    ],
+)
+def test_what_is_asked_for_is_not_narrowed(options, dtype, wanted):
+    assert panels_for(RuntimeOptions.parse(options), dtype, None) == wanted
+    assert panels_for(RuntimeOptions(), None, make_mesh(tensor=2)) == "float32"
+
+
+@pytest.mark.release
+def test_a_checkpoint_in_bfloat16_stays_in_it(tmp_path):
+    """Its keys and values, too, where the processor multiplies such numbers; another is float32."""
+    serving = {k: v for k, v in CHECKPOINT.items() if k != "dtype"}
+    folders = {"bfloat16": tmp_path / "half", "float32": tmp_path / "single"}
+    for dtype, folder in folders.items():
+        write_checkpoint("llama", folder, getattr(torch, dtype))
+        with Runtime.from_pretrained(folder, **serving) as rt:
+            kept, held = rt.config.kv_dtype, rt.stats().weights_bytes
+            scores = _scores(rt)
+        is_narrow = dtype == NARROW == "bfloat16"
+        assert kept == ("bfloat16" if is_narrow else None)
+        with Runtime.from_pretrained(folder, dtype="float32", **serving) as rt:
+            assert rt.config.kv_dtype is None
+            assert held < 0.6 * rt.stats().weights_bytes or not is_narrow
+            np.testing.assert_allclose(scores, _scores(rt), atol=0.3)  # of -3 to -10
