@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,16 +24,37 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
+_SERVE_RAY = """
+import logging, sys, ray
+context = ray.init(
+    num_cpus=4,
+    include_dashboard=False,
+    logging_level=logging.ERROR,
+    object_store_memory=int(sys.argv[1]),
+)
+print(context.address_info["address"], flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+
+
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
-    """A running Ray, which fleets use and do not stop."""
+    """A running Ray, which fleets use and do not stop.
+
+    A process of its own starts it: Ray forks, which Linux refuses to a process with more address
+    space in one piece than there is memory, as tests of states that do not fit have.
+    """
     ray = pytest.importorskip("ray")
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
+    command = [sys.executable, "-c", _SERVE_RAY, str(OBJECT_STORE_BYTES)]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}  # a token would be its starter's alone
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
-    yield
-    assert ray.is_initialized()
-    ray.shutdown()
+    assert server.stdin is not None and server.stdout is not None
+    with server:
+        ray.init(address=server.stdout.readline().strip(), logging_level=logging.ERROR)
+        yield
+        assert ray.is_initialized()
+        ray.shutdown()
+        server.stdin.close()
