@@ -45,7 +45,7 @@ FORMATS = {
     "int4, symmetric": dict(bits=4, group=32),
 }
 PRODUCTS = ("dense", "panels", "bf16", *FORMATS)
-PAGES = ("float32", "int8")
+PAGES = ("float32", "bfloat16", "int8")
 
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
 
@@ -190,6 +190,7 @@ def _attention(rows: int, context: int, dtype: str, layers: int) -> Case:
     pages, scales = jax.random.normal(jax.random.key(0), shape), None
     if dtype == "int8":
         pages, scales = jax.jit(quantize, static_argnums=1)(pages, dtype)
+    pages = pages.astype(dtype)
     last = jnp.full(rows, context - 1)
     where = Rows(
         query_start=jnp.arange(rows),
