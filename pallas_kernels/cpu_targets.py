@@ -26,6 +26,7 @@ ZEROS: Handler = (_HERE / "zeros.cc", "Zeros", ())
 _USUAL: tuple[Handler, ...] = (
     (_HERE / "matmul" / "cpu.cc", "Matmul", ()),
     (_HERE / "pointwise" / "cpu.cc", "RmsNorm", ()),
+    (_HERE / "matmul" / "columns.cc", "PanelColumns", ()),
     (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite", ()),
     ZEROS,
 )

@@ -23,6 +23,7 @@ from jaxserve.kernels.matmul import xla
 PANEL = 48  # columns; panels.cc has the same number
 SOURCE = Path(__file__).with_name("panels.cc")
 SYMBOL = "PanelMatmul"
+COLUMNS = Path(__file__).with_name("columns.cc")
 # The flags of the library for panels of each dtype.
 STORED = {"float32": ("-DPANELS=float",), "bfloat16": ("-DPANELS=Pair",)}
 
@@ -47,10 +48,47 @@ def from_panels(panels: Float[Array, "panels depth width"], columns: int) -> Flo
 
 
 def columns_of(
+    panels: Float[Array, "panels depth width"],
+    index: Int[Array, " tokens"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float32[Array, "tokens in"]:
+    """Return columns of the weight, as rows.
+
+    Args:
+      implementation: "cpu" on the CPU for panels in bfloat16, of which XLA first converts all to
+        float32, and "xla" otherwise.
+
+    Raises:
+      NotImplementedError, ValueError: see `dispatch`.
+    """
+    return dispatch.call(
+        "columns_of",
+        {"xla": _columns_by_xla, "cpu": _columns_by_kernel},
+        {"cpu": ("cpu",) if panels.dtype == jnp.bfloat16 else ()},
+        implementation,
+        panels=panels,
+        index=index,
+    )
+
+
+def _columns_by_xla(
     panels: Float[Array, "panels depth width"], index: Int[Array, " tokens"]
-) -> Float[Array, "tokens in"]:
-    """Return columns of the weight, as rows, in its dtype."""
-    return _split(panels)[index // PANEL, :, index % PANEL].reshape(index.shape[0], -1)
+) -> Float32[Array, "tokens in"]:
+    found = _split(panels)[index // PANEL, :, index % PANEL]
+    return found.reshape(index.shape[0], -1).astype(jnp.float32)
+
+
+def _columns_by_kernel(
+    panels: Float[Array, "panels depth width"], index: Int[Array, " tokens"]
+) -> Float32[Array, "tokens in"]:
+    dispatch.require_cpu()
+    if str(panels.dtype) not in STORED:
+        raise NotImplementedError(f"it reads panels in {' or '.join(STORED)}, not {panels.dtype}")
+    shape = index.shape[0], panels.shape[1] * _run(panels.dtype)
+    target = build.cpu_target(COLUMNS, "PanelColumns")
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return call(panels, index.astype(jnp.int32))
 
 
 def _split(panels: Float[Array, "panels depth width"]) -> Float[Array, "panels depth panel run"]:

@@ -139,7 +139,10 @@ def test_panels_hold_the_weight(columns, dtype):
     own = _to_panels(weight, dtype)
     np.testing.assert_array_equal(_from_panels(own, columns), weight.astype(dtype))
     index = jnp.asarray([columns - 1, 0])
-    np.testing.assert_array_equal(columns_of(own, index), weight.astype(dtype).T[index])
+    for implementation in ("xla", "cpu"):
+        got = columns_of(own, index, implementation=implementation)
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, weight.astype(dtype).T[index])
     wide = _from_panels(own, own.shape[0] * panels.PANEL)
     assert not np.asarray(wide)[:, columns:].any()
 

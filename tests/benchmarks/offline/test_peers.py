@@ -101,7 +101,7 @@ def test_unknown_peers_are_refused_by_name(names: str):
         ({"model": "folder"}, "GGUF"),
         ({"kv_dtype": "int8"}, "leave out --kv-dtype"),
         ({"quantize": "keep"}, "'vllm'.*do not have such weights"),
-        ({"quantize": "fp8"}, "--quantize int8, int4, keep, not fp8"),
+        ({"quantize": "fp8"}, "--quantize bf16, int8, int4, keep, not fp8"),
         ({"fewer_requests": "1,4"}, "numbers from 1 to 3"),
         ({"fewer_requests": "one"}, "numbers from 1 to 3"),
     ],
