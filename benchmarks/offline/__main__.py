@@ -43,6 +43,7 @@ def step_parts(
     engine: EngineConfig,
     dtype: jax.typing.DTypeLike,
     *,
+    weights_dtype: str,
     step_s: float,
     batch_size: int,
     context: int,
@@ -56,20 +57,24 @@ def step_parts(
     logits = jax.random.normal(jax.random.key(0), (batch_size, config.vocab_size))
     greedy = jax.jit(partial(sample, variant=Variant.GREEDY))
     parts = {
-        "products_s": _products_s(config, dtype, batch_size),
+        "products_s": _products_s(config, dtype, weights_dtype, batch_size),
         "attention_s": _attention_s(config, engine, dtype, batch_size, context),
         "sampling_s": seconds(greedy, logits, slots.sampling, slots.tokens, slots.length),
     }
     return {"step_s": step_s, **parts, "other_s": step_s - sum(parts.values())}
 
 
-def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: int) -> float:
+def _products_s(
+    config: LlamaConfig, dtype: jax.typing.DTypeLike, weights_dtype: str, batch_size: int
+) -> float:
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     inner, num_qkv = config.intermediate_size, heads + 2 * config.num_kv_heads * config.head_dim
     sizes = ((hidden, num_qkv), (heads, hidden), (hidden, 2 * inner), (inner, hidden))
     keys = iter(jax.random.split(jax.random.key(0), 4 * config.num_layers + 1))
     in_panels = jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.float32
-    arrange = jax.jit(to_panels) if in_panels else lambda weight: weight
+    arrange = (
+        jax.jit(partial(to_panels, dtype=weights_dtype)) if in_panels else lambda weight: weight
+    )
 
     def weight(depth: int, columns: int) -> jax.Array:
         drawn = jax.random.normal(next(keys), (depth, columns), dtype)
@@ -157,17 +162,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         engine, report = rt.config, rt.report()
     dtype = options.dtype or platform_defaults().dtype
     figures = summary(runs)
+    # Keys and values are in bfloat16 if weights are.
+    is_narrow = options.quantize in (None, "bf16") and engine.kv_dtype == "bfloat16"
+    quantize = "bf16" if is_narrow else options.quantize
     return {
         **{name: getattr(options, name) for name in ("workload", "num_requests", "seed", "model")},
         "precision": dtype if engine.kv_dtype is None else f"{dtype} with KV in {engine.kv_dtype}",
-        "quantize": options.quantize,
+        "quantize": quantize,
         "policy": options.policy,
         "settings": settings,
         **figures,
         "peak_host_bytes": peak_host_bytes,
         "startup_s": ready_s,
         "startup": starts,
-        **_compared_with_bound(config, engine, report, dtype, figures),
+        **_compared_with_bound(config, engine, report, dtype, quantize, figures),
         "compare": run_peers(options, peers, items, batch_size=engine.max_slots, settings=settings),
     }
 
@@ -184,9 +192,17 @@ def _run_once(rt: Runtime, items: list[WorkloadItem]) -> Figures:
 
 
 def _compared_with_bound(
-    config: LlamaConfig, engine: EngineConfig, report: Report, dtype: str, figures: dict[str, Any]
+    config: LlamaConfig,
+    engine: EngineConfig,
+    report: Report,
+    dtype: str,
+    quantize: str | None,
+    figures: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the machine's bound, the share that the median run reached, and a step's parts."""
+    """Return the machine's bound, the share that the median run reached, and a step's parts.
+
+    Parts are not known for weights in less than 16 bits.
+    """
     print("timing the machine and the parts of a step", file=sys.stderr)
     batch_size = min(engine.max_slots, figures["num_requests"])
     num_prompt, num_output = figures["prompt_tokens"], figures["output_tokens"]
@@ -203,9 +219,12 @@ def _compared_with_bound(
         num_output_tokens=num_output,
     )
     parts, step_s = None, full_step_s(report.steps, batch_size)
-    if step_s:
+    if step_s and quantize in (None, "bf16"):
         sizes = {"batch_size": batch_size, "context": round(context)}
-        parts = step_parts(config, engine, dtype, step_s=step_s, **sizes)
+        weights_dtype = dtype if quantize is None else "bfloat16"
+        parts = step_parts(
+            config, engine, dtype, weights_dtype=weights_dtype, step_s=step_s, **sizes
+        )
     return {
         "machine": asdict(machine),
         "bound": {
