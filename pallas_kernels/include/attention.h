@@ -1,4 +1,5 @@
-// Products of queries with keys, and of weights with values, for a block of keys.
+// Products of queries with keys, and of weights with values, for a block of keys. Queries and keys are
+// numbers, or both pairs of bfloat16 numbers; `dim` counts these.
 //
 // A score is the sum of W numbers, by halves (`sums`); number l is one chain of fused multiply-adds
 // over l, l + W, l + 2 W ... of head_dim. A weighted sum is one chain over keys. So a query has the
@@ -56,8 +57,8 @@ inline void prefetch_part(const T* x, int64_t d) {
 }
 
 // logits[m][s] = q[m] . k[s], for R queries and W keys. Prefetches as many vectors of `ahead`.
-template <int W, int R, typename T>
-void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
+template <int W, int R, typename Q, typename T>
+void score(const Q* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
   constexpr int groups = W / kAbreast;
   const int64_t dim = k.length;
   Float<W> partial[R][groups];
@@ -70,7 +71,7 @@ void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
     }
     Float<W> x[R][kAbreast] = {};
     for (int64_t d = 0; d < dim; d += W) {
-      Float<W> a[kAbreast], b[R];
+      decltype(load<W>(q)) a[kAbreast], b[R];
 #pragma GCC unroll 4
       for (int i = 0; i < kAbreast; ++i) {
         a[i] = load<W>(key[i] + d);
@@ -82,7 +83,7 @@ void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
 #pragma GCC unroll 4
       for (int m = 0; m < R; ++m)
 #pragma GCC unroll 4
-        for (int i = 0; i < kAbreast; ++i) x[m][i] += b[m] * a[i];
+        for (int i = 0; i < kAbreast; ++i) x[m][i] = multiply_add<W>(b[m], a[i], x[m][i]);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < R; ++m) partial[m][g] = sums<W, kAbreast>(x[m]);
@@ -97,7 +98,7 @@ void transpose(Vectors<T> k, Vectors<T> ahead, float* out) {
     Float<W> x[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) {
-      x[i] = load<W>(k[i] + d);
+      x[i] = (Float<W>)load<W>(k[i] + d);
       prefetch_part<W>(ahead[i], d);
     }
     transpose_square<W>(x);
@@ -108,8 +109,8 @@ void transpose(Vectors<T> k, Vectors<T> ahead, float* out) {
 
 // x[m][v] = the sum of `count` numbers, from number `first`, of each of the products of R queries
 // with 2 W transposed keys.
-template <int W, int R, int first, int count>
-inline void add_up(const float* q, const float* keys, int64_t dim, Float<W> (*x)[2]) {
+template <int W, int R, int first, int count, typename Q>
+inline void add_up(const Q* q, const float* keys, int64_t dim, Float<W> (*x)[2]) {
   if constexpr (count > 1) {
     Float<W> y[R][2];
     add_up<W, R, first, count / 2>(q, keys, dim, x);
@@ -120,19 +121,21 @@ inline void add_up(const float* q, const float* keys, int64_t dim, Float<W> (*x)
 #pragma GCC unroll 4
     for (int m = 0; m < R; ++m) x[m][0] = x[m][1] = Float<W>{};
     for (int64_t d = first; d < dim; d += W) {
-      const Float<W> a = load<W>(keys + d * 2 * W), b = load<W>(keys + d * 2 * W + W);
+      using Numbers = decltype(load<W>(q));
+      const auto a = (Numbers)load<W>(keys + d * 2 * W), b = (Numbers)load<W>(keys + d * 2 * W + W);
 #pragma GCC unroll 4
       for (int m = 0; m < R; ++m) {
-        x[m][0] += q[m * dim + d] * a;
-        x[m][1] += q[m * dim + d] * b;
+        const Numbers query = broadcast<W>(q + m * dim + d);
+        x[m][0] = multiply_add<W>(query, a, x[m][0]);
+        x[m][1] = multiply_add<W>(query, b, x[m][1]);
       }
     }
   }
 }
 
 // The same as `score`, for 2 W keys that are transposed.
-template <int W, int R>
-void score_transposed(const float* q, const float* keys, int64_t dim, float* logits) {
+template <int W, int R, typename Q>
+void score_transposed(const Q* q, const float* keys, int64_t dim, float* logits) {
   Float<W> x[R][2];
   add_up<W, R, 0, W>(q, keys, dim, x);
   for (int m = 0; m < R; ++m) {

@@ -7,7 +7,6 @@
 #define PALLAS_KERNELS_TILES_H_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -17,22 +16,6 @@ constexpr int W = kWide;
 constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied together
 constexpr int kVectors = 3;             // kTile * kVectors sums fit the registers
 
-// What a tile multiplies with `column`s of the weight: a number, or a pair, of a row of x.
-inline Float<W> broadcast(const float* x) { return *x - Float<W>{}; }  // plus zero would change -0
-inline Int<W> broadcast(const Pair* x) {
-  int32_t both;
-  std::memcpy(&both, x, sizeof(both));
-  return both - Int<W>{};
-}
-
-inline Float<W> multiply_add(Float<W> a, Float<W> column, Float<W> sum) { return sum + a * column; }
-#ifdef __AVX512BF16__
-// One after the other, without rounding in between. Subnormal numbers count as zeros.
-inline Float<W> multiply_add(Int<W> a, Int<W> column, Float<W> sum) {
-  return (Float<W>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)column);
-}
-#endif
-
 // sum[r] += x[r * x_stride] * column, for one column of floats or of pairs.
 template <int R, typename X, typename Column>
 [[gnu::always_inline]] inline void add_products(Float<W> (&sum)[R][kVectors], const X* x,
@@ -41,10 +24,10 @@ template <int R, typename X, typename Column>
     for (int v = 0; v < kVectors; ++v) keep_in_register(column[v]);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const auto a = broadcast(x + r * x_stride);
+    const auto a = broadcast<W>(x + r * x_stride);
 #pragma GCC unroll 3
     for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = multiply_add(a, column[v], sum[r][v]);
+      sum[r][v] = multiply_add<W>(a, column[v], sum[r][v]);
       if constexpr (W == 8) keep_in_register(sum[r][v]);
     }
   }

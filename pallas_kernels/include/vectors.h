@@ -64,6 +64,42 @@ inline Int<W> load(const Pair* from) {
   return x;
 }
 
+// A number, or a pair, in all lanes.
+template <int W>
+inline Float<W> broadcast(const float* x) {
+  return *x - Float<W>{};  // plus zero would change -0
+}
+template <int W>
+inline Int<W> broadcast(const Pair* x) {
+  int32_t both;
+  std::memcpy(&both, x, sizeof(both));
+  return both - Int<W>{};
+}
+
+template <int W>
+inline Float<W> multiply_add(Float<W> a, Float<W> b, Float<W> sum) {
+  return sum + a * b;
+}
+
+#ifdef __AVX512BF16__
+constexpr bool kMultipliesPairs = true;
+
+// Of pairs: one product after the other, without rounding in between. Subnormal numbers are zeros.
+template <int W>
+inline Float<W> multiply_add(Int<W> a, Int<W> b, Float<W> sum) {
+  static_assert(W == 16);
+  return (Float<W>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Rounds 16 floats to pairs.
+inline void store(Pair* to, Float<16> x) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(to, &rounded, sizeof(rounded));
+}
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+
 // One float8_e4m3fn number.
 struct Float8 {
   uint8_t bits;

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -27,11 +26,7 @@ namespace {
 
 using Number = PANELS;
 constexpr bool kIsPaired = std::is_same<Number, Pair>::value;
-#ifdef __AVX512BF16__
-using X = Number;
-#else
-using X = float;
-#endif
+using X = std::conditional_t<kMultipliesPairs, Number, float>;
 constexpr int64_t kOfNumber = kIsPaired ? 2 : 1;              // inner elements of a Number
 constexpr int64_t kOfX = std::is_same<X, Pair>::value ? 2 : 1;  // and of an X
 
@@ -128,20 +123,17 @@ const float* inputs(ffi::ThreadPool&, const Problem& p, const float* x, const fl
 #ifdef __AVX512BF16__
 // Rounds the computed rows of x from `first` on.
 void round_rows(const Problem& p, const float* x, int64_t first, int64_t rows, Pair* to) {
-  const auto round = [](const float* from) { return _mm512_cvtneps_pbh(_mm512_loadu_ps(from)); };
   for (int64_t row = first; row < first + rows; ++row) {
     const float* from = x + p.rows[row] * p.k;
-    uint16_t* out = reinterpret_cast<uint16_t*>(to + row * p.width());
+    Pair* out = to + row * p.width();
     int64_t i = 0;
-    for (; i + W <= p.k; i += W) {
-      const auto rounded = round(from + i);
-      std::memcpy(out + i, &rounded, sizeof(rounded));
-    }
+    for (; i + W <= p.k; i += W) store(out + i / 2, load<W>(from + i));
     if (i == p.k) continue;
     float rest[W] = {};
+    Pair rounded[W / 2];
     std::copy_n(from + i, p.k - i, rest);
-    const auto rounded = round(rest);
-    std::memcpy(out + i, &rounded, (p.k - i) * sizeof(*out));
+    store(rounded, load<W>(rest));
+    std::copy_n(rounded, (p.k - i) / 2, out + i / 2);
   }
 }
 

@@ -8,7 +8,8 @@
 // the next keys while values are. For many queries, keys are transposed once in registers. The
 // operations for one query, and their order, depend neither on the rest of the batch nor on how its
 // row is cut into items: a block that a query does not see multiplies its sums by 1 and adds 0.
-// Narrower elements become floats when they are loaded, values of many queries once for all of them;
+// Where the processor multiplies pairs of bfloat16 numbers, queries of such keys are rounded to them.
+// Other narrow elements become floats when they are loaded, values of many queries once for all of them;
 // the scale of a key multiplies its scores, and that of a value its weights.
 
 #include <algorithm>
@@ -173,10 +174,12 @@ void weigh(const Problem& p, int64_t first_head, int64_t position, int count, co
 }
 
 // Computes an item. `after` is the one that this thread computes next, probably, or null.
-template <int W, typename T>
+template <int W, typename T, bool is_paired = false>
 void attend(const Problem& p, const Item& item, const Item* after) {
+  using Key = std::conditional_t<is_paired, Pair, T>;
+  using Q = std::conditional_t<is_paired, Pair, float>;
   constexpr bool is_narrow = !std::is_same<T, float>::value, is_scaled = sizeof(T) == 1;
-  const int64_t dim = p.head_dim;
+  const int64_t dim = p.head_dim, width = is_paired ? dim / 2 : dim;  // width: of keys and queries
   const int count = item.queries * static_cast<int>(p.group);
   const int64_t position = int64_t{p.first_position[item.row]} + item.first;
   const int64_t token = int64_t{p.query_start[item.row]} + item.first;
@@ -192,15 +195,21 @@ void attend(const Problem& p, const Item& item, const Item* after) {
   float* values = keys + (transposes ? dim * 2 * W : 0);   // [kBlock, dim] if it converts
   float* logits = values + (converts ? kBlock * dim : 0);  // [count, kBlock], then the weights
   float* totals = logits + count * kBlock;                 // [heads, count, W]
-  float* all_q = totals + item.heads * count * W;          // [heads, count, dim]
-  float* all_out = all_q + item.heads * count * dim;       // [heads, count, dim]
+  float* space = totals + item.heads * count * W;          // of queries
+  float* all_out = space + item.heads * count * dim;       // [heads, count, dim]
   float* maxima = all_out + item.heads * count * dim;      // [heads, count]
   float* kept = maxima + item.heads * count;               // [count]
+  Q* all_q = reinterpret_cast<Q*>(space);                  // [heads, count, width]
   for (int h = 0; h < item.heads; ++h)
     for (int i = 0; i < item.queries; ++i) {
       const float* from = p.q + ((token + i) * p.heads + (item.kv_head + h) * p.group) * dim;
-      float* to = all_q + (h * count + i * p.group) * dim;
-      for (int64_t d = 0; d < p.group * dim; ++d) to[d] = from[d] * p.scale;
+      Q* to = all_q + (h * count + i * p.group) * width;
+      if constexpr (is_paired) {
+        for (int64_t d = 0; d < p.group * dim; d += W)
+          store(to + d / 2, load<W>(from + d) * p.scale);
+      } else {
+        for (int64_t d = 0; d < p.group * dim; ++d) to[d] = from[d] * p.scale;
+      }
     }
   std::fill_n(all_out, item.heads * count * dim, 0.0f);
   std::fill_n(totals, item.heads * count * W, 0.0f);
@@ -224,11 +233,13 @@ void attend(const Problem& p, const Item& item, const Item* after) {
       const int64_t first_head = (item.kv_head + h) * p.group;
       const int64_t shift = h * p.page_size;  // from the places of `kv_head`
       const T* all_k = static_cast<const T*>(p.k);
-      const Vectors<T> k = {all_k + shift * dim, block->at, dim};
+      const T* first_k = all_k + shift * dim;
+      const Vectors<Key> k = {reinterpret_cast<const Key*>(first_k), block->at, width};
       const Vectors<T> v = {static_cast<const T*>(p.v) + shift * dim, block->at, dim};
+      const Vectors<Key> v_ahead = {reinterpret_cast<const Key*>(v.first), block->at, width};
       // The keys after these ones.
       const Vectors<T> next_k = h + 1 < item.heads
-                                    ? Vectors<T>{k.first + p.page_size * dim, block->at, dim}
+                                    ? Vectors<T>{first_k + p.page_size * dim, block->at, dim}
                                     : Vectors<T>{all_k, has_next ? next->at : nullptr, dim};
       float k_scales[kBlock], v_scales[kBlock];
       if constexpr (is_scaled)
@@ -236,18 +247,18 @@ void attend(const Problem& p, const Item& item, const Item* after) {
           load_scales<W>(p.k_scales + shift, block->at + s, k_scales + s);
           load_scales<W>(p.v_scales + shift, block->at + s, v_scales + s);
         }
-      const float* q = all_q + h * count * dim;
+      const Q* q = all_q + h * count * width;
       float* out = all_out + h * count * dim;
       for (int s = from; s < to; s += step) {
         if (transposes) {
-          transpose<W>(k.from(s), v.from(s), keys);
-          transpose<W>(k.from(s + W), v.from(s + W), keys + W);
+          transpose<W>(k.from(s), v_ahead.from(s), keys);
+          transpose<W>(k.from(s + W), v_ahead.from(s + W), keys + W);
           by_fours(count, [&](int m, auto n) {
-            score_transposed<W, n>(q + m * dim, keys, dim, logits + m * kBlock + s);
+            score_transposed<W, n>(q + m * width, keys, width, logits + m * kBlock + s);
           });
         } else {
           by_fours(count, [&](int m, auto n) {
-            score<W, n>(q + m * dim, k.from(s), v.from(s), logits + m * kBlock + s);
+            score<W, n>(q + m * width, k.from(s), v_ahead.from(s), logits + m * kBlock + s);
           });
         }
       }
@@ -288,7 +299,9 @@ void attend(const Problem& p, const Item& item, const Item* after) {
 
 template <typename T>
 void attend_in_widest(const Problem& p, const Item& item, const Item* after) {
-  if (p.head_dim % kWide == 0) attend<kWide, T>(p, item, after);
+  constexpr bool may_pair = kMultipliesPairs && std::is_same<T, Bfloat16>::value;
+  if (may_pair && p.head_dim % (2 * kWide) == 0) attend<kWide, T, may_pair>(p, item, after);
+  else if (p.head_dim % kWide == 0) attend<kWide, T>(p, item, after);
   else attend<8, T>(p, item, after);
 }
 

@@ -16,6 +16,7 @@ from jaxserve.kernels import Rows, kv_write, paged_attention, quantize
 from jaxserve.kernels.paged_attention import Launches, Plan, Tiling
 from jaxserve.kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
 from tests.common.closeness import assert_close
+from tests.common.instructions import has_bfloat16_products
 from tests.common.tiers import some
 
 OPTIONS = {
@@ -192,16 +193,45 @@ def test_bfloat16_is_computed_in_float32():
 
 @pytest.mark.parametrize("options", some(OPTIONS))
 @pytest.mark.parametrize("name", ["mixed", "decode", "prefill"])
-def test_float32_queries_of_pages_in_bfloat16(compiled_attention, name, options):
-    """The pages' numbers are widened exactly, so that the answer is that of float32 pages."""
-    shape = _shape(name)
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_float32_queries_of_pages_in_bfloat16(compiled_attention, name, options, head_dim):
+    """The pages' numbers are widened exactly, so that the answer is that of float32 pages.
+
+    The kernel rounds scaled queries where the processor multiplies pairs of bfloat16 numbers.
+    """
+    shape = dataclasses.replace(_shape(name), head_dim=head_dim)
     q, *pages, rows = make_inputs(shape, seed=6)
     half = [x.astype(jnp.bfloat16) for x in pages]
-    attend = partial(compiled_attention, layer=1, rows=rows, **_options(options, shape))
-    wanted = attend(q, *(x.astype(jnp.float32) for x in half))
+    options = {"scale": 0.125, **_options(options, shape)}
+    attend = partial(compiled_attention, layer=1, rows=rows, **options)
     got = attend(q, *half)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    is_kernel = compiled_attention.keywords["implementation"] == "cpu"
+    if is_kernel and head_dim == 64 and has_bfloat16_products():
+        rounded = (q * options["scale"]).astype(jnp.bfloat16)
+        q = rounded.astype(jnp.float32) / options["scale"]
+    wanted = attend(q, *(x.astype(jnp.float32) for x in half))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_query_has_the_same_bits_in_a_prompt_and_alone(dtype):
+    """The kernel for CPUs transposes the keys of many queries, and not those of few."""
+    shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((150, 163),))
+    q, *pages, rows = make_inputs(shape, seed=21)
+    attend = partial(_attend, layer=1, implementation="cpu")
+    pages = [x.astype(dtype) for x in pages]
+    whole = np.asarray(attend(q, *pages, rows=rows))
+    for query in (0, 70, 149):
+        at = rows.first_position + query
+        alone = dataclasses.replace(
+            rows,
+            query_length=jnp.ones_like(at),
+            first_position=at,
+            context_length=at + 1,
+        )
+        got = attend(q[query : query + 1], *pages, rows=alone, max_query_length=1)
+        np.testing.assert_array_equal(got[0], whole[query])
 
 
 def test_layer_may_be_traced(compiled_attention):
@@ -244,11 +274,16 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     ("implementation", "dtype", "decode"),
     some(
         [
-            *(("cpu", dtype, decode) for dtype in (None, *QUANTIZED) for decode in (False, True)),
+            *(
+                ("cpu", dtype, decode)
+                for dtype in (None, *QUANTIZED, "bfloat16")
+                for decode in (False, True)
+            ),
             *(("triton_interpreted", None, decode) for decode in (False, True)),
         ],
         0,
         6,
+        8,
     ),
 )
 def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
@@ -263,7 +298,9 @@ def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
     q, k_pages, v_pages, rows = make_inputs(shape, seed=10)
     longest = 1 if decode else None
     run = partial(_attend, layer=1, implementation=implementation, max_query_length=longest)
-    if dtype is not None:
+    if dtype == "bfloat16":
+        k_pages, v_pages = (x.astype(dtype) for x in (k_pages, v_pages))
+    elif dtype is not None:
         (k_pages, k_scales), (v_pages, v_scales) = (_quantize(x, dtype) for x in (k_pages, v_pages))
         run = partial(run, k_scales=k_scales, v_scales=v_scales)
 
