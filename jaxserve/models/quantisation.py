@@ -124,7 +124,8 @@ def dense_array(
             return matrix.transpose(np.argsort((*summed, *out)))
     raise UnsupportedModelError(
         f"the parameter {'.'.join(map(str, path))} is stored in few bits, from which the weights "
-        "cannot be written as they were; create the runtime without quantize"
+        "cannot be written as they were; create the runtime with dtype='float32', and without "
+        "quantize"
     )
 
 

@@ -63,7 +63,7 @@ def load_for(
     # Before the threads, which would outlive the error of an unknown model.
     found = resolve(name_or_path)
     path = found.fetch(weights=load == "auto", progress=options.progress)
-    is_narrow = found.kind == "gguf" or _is_in_bfloat16(path)
+    is_narrow = found.kind == "gguf" or is_in_bfloat16(path)
     panels = panels_for(options, dtype, mesh) if is_narrow else "float32"
     _begin_to_load(options, name_or_path, dtype, mesh, panels)
     with nullcontext() if group is None else group.together():
@@ -82,11 +82,14 @@ def panels_for(options: RuntimeOptions, dtype: str | None, mesh: Any) -> str:
     return "bfloat16" if is_free and is_alone and multiplies_bfloat16() else "float32"
 
 
-def _is_in_bfloat16(folder: Path) -> bool:
-    """Return whether a folder's config.json says that its weights are."""
+def is_in_bfloat16(folder: Path) -> bool:
+    """Return whether a folder has weights in bfloat16, as its config.json says."""
+    from jaxserve.models.quantised_folders.folder import method_in
     from jaxserve.models.registry import config_json
 
     given = config_json(folder)
+    if method_in(folder, given) is not None:
+        return False
     text = given.get("text_config") or {}
     stored = (each.get(name) for each in (given, text) for name in ("dtype", "torch_dtype"))
     return "bfloat16" in stored

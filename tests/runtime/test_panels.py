@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
@@ -18,7 +19,7 @@ from jaxserve.kernels import dispatch
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantisation import PanelledWeight, Quantisation, Quantiser, panels_dtype
 from jaxserve.models.quantised import QuantisedWeight
-from jaxserve.runtime.loading import panels_for
+from jaxserve.runtime.loading import is_in_bfloat16, panels_for
 from jaxserve.sharding import make_mesh
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from tests.common.instructions import has_bfloat16_products
@@ -189,6 +190,29 @@ NARROW = "bfloat16" if has_bfloat16_products() else "float32"
 def test_what_is_asked_for_is_not_narrowed(options, dtype, wanted):
     assert panels_for(RuntimeOptions.parse(options), dtype, None) == wanted
     assert panels_for(RuntimeOptions(), None, make_mesh(tensor=2)) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("config", "is_so"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"torch_dtype": "bfloat16"}, True),
+        ({"text_config": {"dtype": "bfloat16"}}, True),
+        ({"dtype": "float16"}, False),
+        ({}, False),
+        (
+            {
+                "dtype": "bfloat16",
+                "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+            },
+            False,
+        ),
+    ],
+)
+def test_folders_in_bfloat16(tmp_path, config, is_so):
+    """Those in few bits are not: they are read in the form that they have."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert is_in_bfloat16(tmp_path) == is_so
 
 
 @pytest.mark.release
