@@ -29,13 +29,14 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
     StepMemoryError,
 )
+from jaxserve.core.options import parse_dtype
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.engine.loop import Running
 from jaxserve.engine.pending import Pending, submitted
 from jaxserve.fleet.replica import ReplicaCall, Started, cancelled_completion
-from jaxserve.runtime.loading import load_weights
+from jaxserve.runtime.loading import load_weights, panels_of
 from jaxserve.runtime.weight_update import PreparedParams, WeightUpdate
 from jaxserve.scheduling.kv.transfer import KVPages
 
@@ -197,7 +198,9 @@ class ReplicaActor:
         )
         while not runtime.is_ready():
             await asyncio.sleep(_READY_POLL_S)
-        self._load = partial(load_weights, runtime.options, dtype=options.get("dtype"), mesh=mesh)
+        dtype = parse_dtype(options.get("dtype"))
+        panels = panels_of(runtime.options, model, dtype, mesh)
+        self._load = partial(load_weights, runtime.options, dtype=dtype, mesh=mesh, panels=panels)
         config = runtime.config
         return Started(
             pid=os.getpid(),

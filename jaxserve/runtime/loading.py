@@ -64,7 +64,7 @@ def load_for(
     found = resolve(name_or_path)
     path = found.fetch(weights=load == "auto", progress=options.progress)
     is_narrow = found.kind == "gguf" or is_in_bfloat16(path)
-    panels = panels_for(options, dtype, mesh) if is_narrow else "float32"
+    panels = panels_for(options, dtype, mesh, is_narrow=is_narrow)
     _begin_to_load(options, name_or_path, dtype, mesh, panels)
     with nullcontext() if group is None else group.together():
         return load_weights(
@@ -72,12 +72,26 @@ def load_for(
         )
 
 
-def panels_for(options: RuntimeOptions, dtype: str | None, mesh: Any) -> str:
-    """Return the dtype of dense weights in 16 bits on one CPU, of which none is asked for.
+def panels_of(options: RuntimeOptions, name_or_path: str, dtype: str | None, mesh: Any) -> str:
+    """Return the dtype in which `load_for` stores the dense weights of a model on one CPU."""
+    from jaxserve.models.registry import resolve
+
+    found = resolve(name_or_path)
+    is_narrow = found.kind == "gguf" or is_in_bfloat16(found.fetch(weights=False, progress=False))
+    return panels_for(options, dtype, mesh, is_narrow=is_narrow)
+
+
+def panels_for(
+    options: RuntimeOptions, dtype: str | None, mesh: Any, *, is_narrow: bool = True
+) -> str:
+    """Return the dtype of dense weights on one CPU, of which none is asked for.
 
     Where the processor multiplies bfloat16 numbers, products of these are much faster.
+    `is_narrow` is whether the checkpoint has the weights in 16 or fewer bits.
     """
-    is_free = dtype is None and options.quantize is None and options.kv_dtype != "float32"
+    is_free = (
+        is_narrow and dtype is None and options.quantize is None and options.kv_dtype != "float32"
+    )
     is_alone = mesh is None and jax.default_backend() == "cpu"
     return "bfloat16" if is_free and is_alone and multiplies_bfloat16() else "float32"
 

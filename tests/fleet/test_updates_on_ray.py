@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from jaxserve.core.errors import (
     JaxserveError,
     UnknownModelError,
 )
+from jaxserve.fleet.ray_replica import ReplicaActor
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import random_params
 from jaxserve.testing.tiny import random_prompts
@@ -75,6 +77,21 @@ def _folder(path: Path, value: float | None = None, **config: object) -> str:
         tensors["model.norm.weight"][:] = value
     save_file(tensors, path / "model.safetensors")
     return str(path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_process_loads_a_folder_in_the_form_of_its_weights(tmp_path, dtype):
+    """Those of folders in bfloat16 may be in it; the process is this one, without Ray."""
+    folders = [_folder(tmp_path / name, dtype=dtype) for name in ("first", "second")]
+    options = {name: value for name, value in OPTIONS.items() if name not in ("load", "progress")}
+
+    async def run() -> None:
+        actor = ReplicaActor()
+        await actor.start(folders[0], 1, options)
+        await actor.prepare_params(folders[1], False)
+        await actor.drop_prepared()
+
+    asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
